@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -184,20 +185,20 @@ def observed_order(
             f"`h`, `errors` and `floors` must have one length, got {len(h)}, {len(errors)} and "
             f"{len(floors)}"
         )
-    if any(fine >= coarse for coarse, fine in zip(h, h[1:], strict=False)):
+    if any(fine >= coarse for coarse, fine in pairwise(h)):
         raise ValueError(f"`h` must decrease strictly, got {list(h)}")
     finite = [e if e is not None and math.isfinite(e) else None for e in errors]
     above = [e is not None and e > floor for e, floor in zip(finite, floors, strict=True)]
-    pairwise, usable = [], []
+    orders, usable = [], []
     for i in range(len(h) - 1):
         coarse, fine = finite[i], finite[i + 1]
         known = coarse is not None and fine is not None and coarse > 0 and fine > 0
-        pairwise.append(math.log(coarse / fine) / math.log(h[i] / h[i + 1]) if known else math.nan)
+        orders.append(math.log(coarse / fine) / math.log(h[i] / h[i + 1]) if known else math.nan)
         usable.append(above[i] and above[i + 1])
-    orders = [order for order, use in zip(pairwise, usable, strict=True) if use]
-    order = orders[-1] if orders else None
-    state, reason = _judge(orders, [e for e in finite if e is not None], above, expected)
-    return ObservedOrder(order, tuple(pairwise), tuple(usable), state, reason)
+    reliable = [order for order, use in zip(orders, usable, strict=True) if use]
+    state, reason = _judge(reliable, [e for e in finite if e is not None], above, expected)
+    order = reliable[-1] if reliable else None
+    return ObservedOrder(order, tuple(orders), tuple(usable), state, reason)
 
 
 def _judge(

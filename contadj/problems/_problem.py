@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -110,7 +111,9 @@ class GradientProblem:
     def __post_init__(self) -> None:
         where = f"problem {self.name!r}"
         if self.framework not in FRAMEWORKS:
-            raise ValueError(f"{where}: `framework` must be 'torch' or 'jax', got {self.framework!r}")
+            raise ValueError(
+                f"{where}: `framework` must be 'torch' or 'jax', got {self.framework!r}"
+            )
         for argument in ("f", "terminal_cost", "running_cost", "observation_cost"):
             value = getattr(self, argument)
             if value is None and argument != "f":
@@ -154,10 +157,7 @@ class GradientProblem:
         if num_steps < 1:
             raise ValueError(f"`num_steps` must be at least 1, got {num_steps}")
         points = self.breakpoints
-        pieces = [
-            np.linspace(left, right, num_steps + 1)[:-1]
-            for left, right in zip(points[:-1], points[1:], strict=True)
-        ]
+        pieces = [np.linspace(left, right, num_steps + 1)[:-1] for left, right in pairwise(points)]
         return np.concatenate([*pieces, [self.t1]])
 
 
