@@ -192,8 +192,10 @@ def observed_order(
     orders, usable = [], []
     for i in range(len(h) - 1):
         coarse, fine = finite[i], finite[i + 1]
-        known = coarse is not None and fine is not None and coarse > 0 and fine > 0
-        orders.append(math.log(coarse / fine) / math.log(h[i] / h[i + 1]) if known else math.nan)
+        if coarse and fine:
+            orders.append(math.log(coarse / fine) / math.log(h[i] / h[i + 1]))
+        else:
+            orders.append(math.nan)
         usable.append(above[i] and above[i + 1])
     reliable = [order for order, use in zip(orders, usable, strict=True) if use]
     state, reason = _judge(reliable, [e for e in finite if e is not None], above, expected)
