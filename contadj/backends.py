@@ -16,8 +16,14 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import multiprocessing
+import multiprocessing.connection
+import os
+import platform
 import re
+import signal
 import sys
+import threading
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache, lru_cache
@@ -27,11 +33,16 @@ from typing import Any
 
 import numpy as np
 
-from .convergence import GradientFunction
+from . import __version__
+from .config import Study
+from .convergence import REFERENCE_METHOD, GradientFunction, Series
 from .problems import BUILT_IN, GradientProblem, problem_data
 from .problems._problem import FRAMEWORKS
 from .tableaus import TABLEAUS
 
+DEFAULT_METHODS = (
+    "euler", "midpoint", "heun2", "heun3", "bosh3", "rk4", "rk4_classic", "dopri5",
+)  # fmt: skip
 _PACKAGES = {"torch": ("torch", "torchdiffeq"), "jax": ("jax", "diffrax")}
 
 
@@ -219,6 +230,132 @@ def gradient_function(
         device=device,
         max_steps=max_steps,
     )
+
+
+def plan(study: Study) -> tuple[list[Series], dict[tuple[str, str], GradientProblem], list[str]]:
+    """Turn the settings of a study into its cells, and check that every one of them can run.
+
+    Parameters
+    ----------
+    study : Study
+        The settings.
+
+    Returns
+    -------
+    series : list of Series
+        All problems x engines x methods.
+    problems : dict
+        The problem of each (problem, framework).
+    notes : list of str
+        One line for each method that an engine does not have, if it was asked for.
+
+    Raises
+    ------
+    ValueError
+        If a problem, backend, engine, method or device is unknown or does not fit the others.
+    """
+    problems = _problems(study)
+    frameworks = [f for f in FRAMEWORKS if any(f == framework for _, framework in problems)]
+    engines = [(f, engine) for f in frameworks for engine in load_backend(f).ENGINES]
+    names = tuple(engine for _, engine in engines)
+    for name in study.engines or ():
+        if name not in names:
+            raise ValueError(
+                f"`engine` must be one of {', '.join(names)}; got {name!r}{closest(name, names)}"
+            )
+    if study.engines:
+        engines = [(f, engine) for f, engine in engines if engine in study.engines]
+    available = {engine: load_backend(f).methods(engine) for f, engine in engines}
+    every = tuple(dict.fromkeys(name for engine in available for name in available[engine]))
+    for name in study.methods or ():
+        if name not in every:
+            raise ValueError(
+                f"`method` must be one of {', '.join(every)}; got {name!r}{closest(name, every)}"
+            )
+    wanted = study.methods or DEFAULT_METHODS
+    notes = [
+        f"engine {engine} has no method {name}: left out"
+        for name in study.methods or ()
+        for engine in available
+        if name not in available[engine]
+    ]
+    devices = {f: load_backend(f).describe_device(study.device) for f in frameworks}
+    versions = {
+        f: {
+            "contadj": __version__,
+            "python": platform.python_version(),
+            **load_backend(f).versions(),
+        }
+        for f in frameworks
+    }
+    series = [
+        Series(
+            problem=spec,
+            framework=framework,
+            engine=engine,
+            method=method,
+            dtype=study.dtype,
+            device=study.device,
+            steps=study.steps,
+            digest=definition_digest(spec, problem, method),
+            reference_engine=_reference_engine(framework),
+            versions=versions[framework],
+            device_description=devices[framework],
+        )
+        for (spec, framework), problem in problems.items()
+        for engine_framework, engine in engines
+        if engine_framework == framework
+        for method in wanted
+        if method in available[engine]
+    ]
+    return series, problems, notes
+
+
+def _problems(study: Study) -> dict[tuple[str, str], GradientProblem]:
+    here = installed()
+    if not here:
+        raise ValueError(
+            "no backend is installed; run: pip install 'contadj[torch]' or 'contadj[jax]'"
+        )
+    problems: dict[tuple[str, str], GradientProblem] = {}
+    for spec in dict.fromkeys(map(canonical_spec, study.problems)):
+        if ":" in spec:
+            problem = load_problem(spec)
+            if study.backends and problem.framework not in study.backends:
+                load_problem(spec, study.backends[0])  # raises: the other framework
+            problems[spec, problem.framework] = problem
+        else:
+            for framework in study.backends or here:
+                problems[spec, framework] = load_problem(spec, framework)
+    return problems
+
+
+def _reference_engine(framework: str) -> str:
+    backend = load_backend(framework)
+    return next(e for e in backend.ENGINES if REFERENCE_METHOD in backend.methods(e))
+
+
+def prepare_worker(threads: int) -> None:
+    """Set up a worker process: its share of the cores, and an end when the study ends.
+
+    Parameters
+    ----------
+    threads : int
+        Threads that the frameworks may use in this process.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends us
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NPROC"):
+        os.environ[name] = str(threads)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process when the parent is killed; a pool's workers would wait for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
 
 
 def definition_digest(spec: str, problem: GradientProblem, method: str) -> str:

@@ -358,6 +358,10 @@ def compare(
     return series.record(num_steps, status=status, message="; ".join(messages), **values)
 
 
+class WorkerDiedError(RuntimeError):
+    """A worker process ended without a result."""
+
+
 class InlineExecutor(Executor):
     """Runs each call at once, in this process."""
 
@@ -411,8 +415,8 @@ def run_study(
 
     Raises
     ------
-    RuntimeError
-        If a worker process dies.
+    WorkerDiedError
+        If a worker process dies; the finished cells are in the file.
     """
     executor = executor or InlineExecutor()
     known = {record.identity: record for record in records.records if record.status != "failed"}
@@ -447,7 +451,7 @@ def run_study(
                 on_record(record)
                 start(series, steps)
     except BrokenProcessPool:
-        raise RuntimeError(
+        raise WorkerDiedError(
             f"a worker process died, perhaps for want of memory; the finished cells are in "
             f"{records.path}; run again with fewer `jobs` to continue"
         ) from None

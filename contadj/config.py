@@ -1,0 +1,107 @@
+"""A step-size study as settings: from a TOML file, the command line, or both."""
+
+from __future__ import annotations
+
+import tomllib
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+Names = Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+class Study(BaseModel):
+    """What a study covers: every problem x engine x method x number of steps.
+
+    Parameters
+    ----------
+    problems : tuple of str
+        Built-in names, `module:attribute` or `path/to/file.py:attribute`.
+    backends : tuple of str, optional
+        "torch", "jax"; by default those installed that a problem is written for.
+    engines : tuple of str, optional
+        What does the stepping; by default all engines of the backends.
+    methods : tuple of str, optional
+        By default eight explicit Runge-Kutta methods of orders 1 to 5.
+    steps : tuple of int
+        Numbers of steps between neighbouring breakpoints of a problem.
+    dtype : str
+        "float64" or "float32".
+    device : str
+        "cpu", "cuda", "cuda:1", ...
+    out : path
+        Directory for records and figures.
+    jobs : int
+        Cells in work at once, each in its own process if more than one.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    problems: Names
+    backends: Annotated[tuple[Literal["torch", "jax"], ...], Field(min_length=1)] | None = None
+    engines: Names | None = None
+    methods: Names | None = None
+    steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (
+        8, 16, 32, 64, 128,
+    )  # fmt: skip
+    dtype: Literal["float64", "float32"] = "float64"
+    device: str = "cpu"
+    out: Path = Path("out")
+    jobs: Annotated[int, Field(ge=1)] = 1
+
+    @field_validator("steps")
+    @classmethod
+    def _increasing(cls, steps: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted(set(steps)))
+
+    @field_validator("problems", "backends", "engines", "methods")
+    @classmethod
+    def _once(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        return None if names is None else tuple(dict.fromkeys(names))
+
+
+def load_study(path: str | Path | None = None, **settings: Any) -> Study:
+    """Return a validated study.
+
+    Parameters
+    ----------
+    path : path, optional
+        A TOML file with the fields of `Study` as keys.
+    **settings
+        Fields of `Study`, which replace those of the file; None leaves a field as it is.
+
+    Raises
+    ------
+    ValueError
+        If the file cannot be read or is not TOML, a key is unknown, or a value is not what the key
+        needs.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"config {path}: {error.strerror}") from None
+        except ValueError as error:
+            raise ValueError(f"config {path} is not TOML: {error}") from None
+    source = "settings" if path is None else f"config {path}"
+    values |= {key: value for key, value in settings.items() if value is not None}
+    try:
+        return Study.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(f"{source}: {_one_line(error)}") from None
+
+
+def _one_line(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
+    if first["type"] == "extra_forbidden":
+        known = list(Study.model_fields)
+        near = get_close_matches(key, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
+        return f"unknown key {key!r}; {hint}"
+    if first["type"] == "missing":
+        return f"`{key}` is missing; name at least one"
+    return f"`{key}`: {first['msg']}; got {first['input']!r}"

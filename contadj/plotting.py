@@ -1,0 +1,121 @@
+"""Records -> matplotlib axes: errors against the step size, log-log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .convergence import floor
+from .orders import QUANTITIES, expected_order
+from .results import Record
+
+LABELS = {
+    "discrete": "|discrete − exact|",
+    "continuous": "|continuous − exact|",
+    "gap": "|discrete − continuous|",
+    "adjoint": "max |λₙ − λ(tₙ)|",
+}
+# Okabe & Ito's colours without yellow, told apart by colour-blind readers; marker and line style
+# differ too, so that a grey print can be read.
+_COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
+_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+
+
+def plot_errors(axes: Axes, records: Sequence[Record], quantity: str) -> None:
+    """Draw the relative error of one quantity against h, one line per method.
+
+    Points at or below the round-off floor are hollow; triangles show the expected orders.
+
+    Parameters
+    ----------
+    axes : matplotlib.axes.Axes
+        Where to draw.
+    records : sequence of Record
+        Of one problem and one engine.
+    quantity : str
+        One of `contadj.orders.QUANTITIES`.
+    """
+    triangles: dict[float, tuple[float, float]] = {}
+    for number, method in enumerate(dict.fromkeys(record.method for record in records)):
+        points = sorted(
+            (record.h, error, error > floor(record, quantity))
+            for record in records
+            if record.method == method
+            and record.h is not None
+            and (error := record.relative(quantity))
+        )
+        if not points:
+            continue
+        h, errors, usable = (np.array(column) for column in zip(*points, strict=True))
+        colour = _COLOURS[number % len(_COLOURS)]
+        marker = _MARKERS[number % len(_MARKERS)]
+        dashes = _DASHES[number % len(_DASHES)]
+        axes.plot(h, errors, color=colour, linestyle=dashes, linewidth=1)
+        for chosen, face in ((usable, colour), (~usable, "white")):
+            axes.plot(
+                h[chosen], errors[chosen], marker, color=colour, markerfacecolor=face, markersize=5
+            )
+        # An empty line carries line and marker together into the legend.
+        axes.plot([], [], color=colour, linestyle=dashes, marker=marker, label=method)
+        expected = expected_order(method, quantity)
+        if expected and not expected.exact and expected.order > 0 and usable.any():
+            coarsest = int(np.flatnonzero(usable)[-1])
+            triangles[expected.order] = (h[coarsest], errors[coarsest])
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.grid(True, which="major", color="0.9", linewidth=0.5)
+    axes.set_axisbelow(True)
+    for order, (right, top) in triangles.items():
+        _slope_triangle(axes, order, right, top)
+
+
+def _slope_triangle(axes: Axes, order: float, right: float, top: float) -> None:
+    """Draw a triangle of slope `order` just under a curve's coarsest point."""
+    left, high = right / 2, top / 3
+    low = high / 2**order
+    axes.plot([left, right, right, left], [low, low, high, low], color="0.5", linewidth=0.7)
+    axes.annotate(
+        f"{order:g}", (right, np.sqrt(low * high)), xytext=(3, 0), textcoords="offset points",
+        fontsize=7, color="0.3", va="center",
+    )  # fmt: skip
+
+
+def convergence_figure(records: Sequence[Record]) -> Figure:
+    """Draw a study: one row per problem, one column per quantity.
+
+    Parameters
+    ----------
+    records : sequence of Record
+        Of one engine.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        Not registered with pyplot; `figure.savefig(path)` writes it.
+    """
+    problems = list(dict.fromkeys(record.problem for record in records))
+    figure = Figure(
+        figsize=(3.1 * len(QUANTITIES), 0.5 + 2.6 * len(problems)), layout="constrained"
+    )
+    grid = figure.subplots(len(problems), len(QUANTITIES), squeeze=False)
+    for row, problem in zip(grid, problems, strict=True):
+        chosen = [record for record in records if record.problem == problem]
+        for axes, quantity in zip(row, QUANTITIES, strict=True):
+            plot_errors(axes, chosen, quantity)
+            axes.set_title(f"{problem.rpartition('/')[2]}: {quantity}", fontsize=9)
+            axes.set_xlabel("h")
+            axes.set_ylabel(f"{LABELS[quantity]}, relative", fontsize=8)
+    handles: dict[str, Artist] = {}
+    for axes in grid.flat:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    if handles:
+        figure.legend(
+            list(handles.values()), list(handles), loc="outside lower center", ncols=6, fontsize=8
+        )
+    return figure
