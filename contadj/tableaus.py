@@ -191,9 +191,7 @@ _HEUN2 = _explicit(
     "heun2", ("1",), "1/2 1/2", "0 1", 2, "Heun (1900); " + _HNW,
     embedded=_weights("1 0"), embedded_order=1,
 )  # fmt: skip
-_HEUN3 = _explicit(
-    "heun3", ("1/3", "0 2/3"), "1/4 0 3/4", "0 1/3 2/3", 3, "Heun (1900); " + _HNW
-)
+_HEUN3 = _explicit("heun3", ("1/3", "0 2/3"), "1/4 0 3/4", "0 1/3 2/3", 3, "Heun (1900); " + _HNW)
 _RALSTON = _explicit(
     "ralston", ("2/3",), "1/4 3/4", "0 2/3", 2,
     "Ralston, Math. Comp. 16 (1962), doi:10.1090/S0025-5718-1962-0150954-0",
@@ -449,6 +447,4 @@ def get_tableau(name: str) -> Tableau:
     try:
         return TABLEAUS[name]
     except (KeyError, TypeError):
-        raise ValueError(
-            f"`method` must be one of {', '.join(TABLEAUS)}; got {name!r}"
-        ) from None
+        raise ValueError(f"`method` must be one of {', '.join(TABLEAUS)}; got {name!r}") from None
