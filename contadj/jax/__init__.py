@@ -1,0 +1,7 @@
+"""Gradients of ODE solves in JAX: adjoints for `diffrax.diffeqsolve`, and rollouts."""
+
+from ._problems import builtin_problem
+from ._rollout import RolloutGradient, rollout, rollout_adjoint
+from ._steps import get_solver
+
+__all__ = ["RolloutGradient", "builtin_problem", "get_solver", "rollout", "rollout_adjoint"]

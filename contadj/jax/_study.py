@@ -1,0 +1,413 @@
+"""Gradients of a problem on a given mesh, compiled once for every number of steps.
+
+The two sweeps here keep what the step-size study asks for and a solve does not return: lambda_n at
+every step. The mesh is a padded buffer and its length a traced number, so that one compilation
+serves every number of steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import diffrax
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+from ..convergence import Measurement
+from ..problems import Gradient, GradientProblem
+from ..tableaus import TABLEAUS
+from . import _tree
+from ._problems import builtin_problem
+from ._steps import evaluations, fresh_step, get_solver
+
+__all__ = [
+    "ENGINES",
+    "adjoints",
+    "builtin_problem",
+    "describe_device",
+    "gradient_function",
+    "methods",
+    "versions",
+]
+
+ENGINES = ("diffrax",)
+_DTYPES = ("float32", "float64")
+
+
+def methods(engine: str | None = None) -> tuple[str, ...]:
+    """Names of the methods that the engine steps."""
+    _check_engine(engine)
+    return tuple(name for name, tableau in TABLEAUS.items() if tableau.explicit)
+
+
+def adjoints() -> tuple[str, ...]:
+    """Names of the adjoints that the study can measure."""
+    return tuple(_SWEEPS)
+
+
+def versions() -> dict[str, str]:
+    """Versions of the libraries that the numbers depend on."""
+    return {name: version(name) for name in ("jax", "jaxlib", "diffrax", "equinox")}
+
+
+def describe_device(device: str) -> str:
+    """Describe a device.
+
+    Parameters
+    ----------
+    device : str
+        "cpu", "cuda" or "cuda:1" for instance.
+
+    Raises
+    ------
+    ValueError
+        If there is no such device.
+    """
+    found = _find_device(device)
+    return f"{found.platform}:{found.id} {found.device_kind}"
+
+
+def _find_device(device: str) -> Any:
+    platform, _, index = device.partition(":")
+    try:
+        found = jax.devices(platform)
+        return found[int(index or 0)]
+    except (RuntimeError, IndexError, ValueError):
+        have = ", ".join(sorted({f"{d.platform}:{d.id}" for d in jax.devices()}))
+        raise ValueError(f"`device` {device!r} is not there for JAX; it has {have}") from None
+
+
+def _check_engine(engine: str | None) -> None:
+    if engine is not None and engine not in ENGINES:
+        raise ValueError(f"`engine` must be one of {', '.join(ENGINES)}; got {engine!r}")
+
+
+class _Flat(NamedTuple):
+    """A problem on flat vectors: the augmented state is (y, q), q' = running cost."""
+
+    f: Callable
+    terminal: Callable
+    observation: Callable | None
+    y0: Any
+    params: Any
+
+
+def _flatten(problem: GradientProblem, dtype) -> _Flat:
+    """Write the problem on a flat y and check what `f` and the costs return."""
+    where = f"problem {problem.name!r}"
+
+    def as_array(x):
+        if not eqx.is_array_like(x):
+            return x
+        x = np.asarray(x)
+        if np.issubdtype(x.dtype, np.floating):
+            return jnp.asarray(x, dtype)
+        return jnp.asarray(x)
+
+    for leaf in jtu.tree_leaves(problem.y0):
+        kind = np.asarray(leaf).dtype
+        if not np.issubdtype(kind, np.floating):
+            raise TypeError(f"{where}: `y0` must be floating point, got {kind}; write 1.0 for 1")
+    tree = jtu.tree_map(as_array, problem.y0)
+    params = jtu.tree_map(as_array, problem.params)
+    y0, unravel = ravel_pytree(tree)
+    y0 = y0.astype(dtype)
+
+    t = jax.ShapeDtypeStruct((), dtype)
+    want = jtu.tree_structure(tree), [(x.shape, x.dtype) for x in jtu.tree_leaves(tree)]
+    out = eqx.filter_eval_shape(problem.f, t, tree, params)
+    got = jtu.tree_structure(out), [(x.shape, x.dtype) for x in jtu.tree_leaves(out)]
+    if want != got:
+        raise TypeError(
+            f"{where}: `f` must return the structure, shapes and dtypes of y, "
+            f"{eqx.tree_pformat(tree)}; got {eqx.tree_pformat(out)}"
+        )
+
+    def scalar(argument, function, *args):
+        if function is None:
+            return
+        out = jtu.tree_leaves(eqx.filter_eval_shape(function, *args))
+        if len(out) != 1 or out[0].shape != ():
+            shapes = ", ".join(str(list(x.shape)) for x in out) or "nothing"
+            raise TypeError(f"{where}: `{argument}` must return a scalar, got shape {shapes}")
+
+    scalar("terminal_cost", problem.terminal_cost, tree, params)
+    scalar("running_cost", problem.running_cost, t, tree, params)
+    try:
+        i = jax.ShapeDtypeStruct((), jnp.int32)
+        scalar("observation_cost", problem.observation_cost, i, t, tree, params)
+    except (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError):
+        raise TypeError(
+            f"{where}: `observation_cost` must take `i` as a traced int32; index a jnp array with "
+            "it, jnp.asarray(data)[i], not a NumPy array or a list"
+        ) from None
+
+    def f(t, state, params):
+        y, _ = state
+        y = unravel(y)
+        slope = ravel_pytree(problem.f(t, y, params))[0]
+        if problem.running_cost is None:
+            return slope, jnp.zeros((), dtype)
+        return slope, jnp.asarray(problem.running_cost(t, y, params), dtype)
+
+    def terminal(y, params):
+        if problem.terminal_cost is None:
+            return jnp.zeros((), dtype)
+        return jnp.asarray(problem.terminal_cost(unravel(y), params), dtype)
+
+    cost_at = problem.observation_cost
+    if cost_at is None:
+        return _Flat(f, terminal, None, y0, params)
+
+    def observation(i, t, y, params):
+        return jnp.asarray(cost_at(i, t, unravel(y), params), dtype)
+
+    return _Flat(f, terminal, observation, y0, params)
+
+
+class _Sweeps(NamedTuple):
+    """What the two sweeps of one gradient leave behind; buffers are padded."""
+
+    cost: Any
+    ys: Any
+    adjoints: Any
+    d_params: Any
+    reversal_error: Any
+
+
+def _forward(flat: _Flat, step, terms, mesh, count):
+    """States y_0 ... y_N in a buffer, and the integral of the running cost."""
+    zero = jnp.zeros((), flat.y0.dtype)
+
+    def body(n, carry):
+        state, ys = carry
+        state = step(terms, mesh[n], mesh[n + 1], state, flat.params)
+        return state, ys.at[n + 1].set(state[0])
+
+    ys = jnp.zeros((mesh.shape[0], flat.y0.shape[0]), flat.y0.dtype).at[0].set(flat.y0)
+    (_, integral), ys = lax.fori_loop(0, count, body, ((flat.y0, zero), ys))
+    return ys, integral
+
+
+def _costs(flat: _Flat, mesh, ys, integral, count, observed):
+    """The cost, its jumps dC/dy at the mesh, and its direct derivative in the parameters."""
+    y1 = ys[count]
+    terminal, pull = _tree.vjp(flat.terminal, y1, flat.params)
+    one = jnp.ones((), y1.dtype)
+    d_y, d_params = pull(one)
+    d_params = _tree.materialise(d_params, flat.params)
+    jumps = jnp.zeros_like(ys).at[count].set(_tree.materialise(d_y, y1))
+    observation = flat.observation
+    if observation is None:
+        return terminal + integral, jumps, d_params
+
+    def body(carry, i):
+        cost, jumps, d_params = carry
+        n = observed[i]
+        paid, pull = _tree.vjp(lambda y, p: observation(i, mesh[n], y, p), ys[n], flat.params)
+        d_y, d_p = pull(one)
+        return (cost + paid, jumps.at[n].add(d_y), _tree.add(d_params, d_p)), None
+
+    start = (terminal + integral, jumps, d_params)
+    return lax.scan(body, start, jnp.arange(observed.shape[0], dtype=jnp.int32))[0]
+
+
+def _discrete(flat: _Flat, solver, mesh, count, observed, pieces) -> _Sweeps:
+    """DirectAdjoint: lambda_n = jump_n + (dy_{n+1}/dy_n)^T lambda_{n+1}."""
+    step, terms = fresh_step(solver), diffrax.ODETerm(flat.f)
+    ys, integral = _forward(flat, step, terms, mesh, count)
+    cost, jumps, d_params = _costs(flat, mesh, ys, integral, count, observed)
+    one = jnp.ones((), flat.y0.dtype)
+
+    def body(k, carry):
+        adjoint, d_params, adjoints = carry
+        n = count - 1 - k
+        _, pull = _tree.vjp(
+            lambda y, p: step(terms, mesh[n], mesh[n + 1], (y, jnp.zeros_like(one)), p),
+            ys[n],
+            flat.params,
+        )
+        adjoint, d_p = pull((adjoint, one))
+        adjoint = adjoint + jumps[n]
+        return adjoint, _tree.add(d_params, d_p), adjoints.at[n].set(adjoint)
+
+    adjoint = jumps[count]
+    adjoints = jnp.zeros_like(ys).at[count].set(adjoint)
+    _, d_params, adjoints = lax.fori_loop(0, count, body, (adjoint, d_params, adjoints))
+    return _Sweeps(cost, ys, adjoints, d_params, None)
+
+
+def _backsolve(flat: _Flat, solver, mesh, count, observed, pieces) -> _Sweeps:
+    """BacksolveAdjoint: (y, lambda, theta-bar) in reverse time on the same mesh.
+
+    y is set back to the stored state at the ends of the pieces, where lambda jumps.
+    """
+    step = fresh_step(solver)
+    ys, integral = _forward(flat, step, diffrax.ODETerm(flat.f), mesh, count)
+    cost, jumps, d_params = _costs(flat, mesh, ys, integral, count, observed)
+    zero, one = jnp.zeros((), flat.y0.dtype), jnp.ones((), flat.y0.dtype)
+
+    def augmented(t, state, params):
+        y, adjoint, _ = state
+        (slope, _), pull = _tree.vjp(lambda y, p: flat.f(t, (y, zero), p), y, params)
+        d_y, d_p = pull((adjoint, one))
+        d_p = _tree.materialise(d_p, params)
+        return slope, -d_y, jtu.tree_map(jnp.negative, d_p)
+
+    terms = diffrax.ODETerm(augmented)
+
+    def body(k, carry):
+        state, adjoints, error = carry
+        n = count - 1 - k
+        y, adjoint, d_params = step(terms, mesh[n + 1], mesh[n], state, flat.params)
+        end = jnp.any(pieces == n)
+        error = jnp.maximum(error, jnp.where(end, jnp.linalg.norm(y - ys[n]), 0))
+        y = jnp.where(end, ys[n], y)
+        adjoint = adjoint + jumps[n]
+        return (y, adjoint, d_params), adjoints.at[n].set(adjoint), error
+
+    adjoint = jumps[count]
+    adjoints = jnp.zeros_like(ys).at[count].set(adjoint)
+    state = (ys[count], adjoint, d_params)
+    (_, _, d_params), adjoints, error = lax.fori_loop(0, count, body, (state, adjoints, zero))
+    # Entries of the buffer beyond the last step are zero.
+    largest = jnp.max(jnp.linalg.norm(ys, axis=1))
+    return _Sweeps(cost, ys, adjoints, d_params, error / largest)
+
+
+_SWEEPS = {"DirectAdjoint": _discrete, "BacksolveAdjoint": _backsolve}
+
+
+def _first_failure(problem: GradientProblem, ys, mesh) -> None:
+    finite = np.isfinite(ys).all(axis=1)
+    if not finite.all():
+        n = int(np.argmin(finite))
+        raise FloatingPointError(
+            f"problem {problem.name!r}: the state is not finite at t = {mesh[n]:.17g}, after step "
+            f"{n} of {len(mesh) - 1}; take more steps, or mend `f` there"
+        )
+
+
+def gradient_function(
+    problem: GradientProblem,
+    *,
+    method: str,
+    adjoint: str,
+    engine: str | None = None,
+    dtype: str = "float64",
+    device: str = "cpu",
+    max_steps: int,
+) -> Callable[[int], Measurement]:
+    """Return a function from the number of steps to one measured gradient.
+
+    Parameters
+    ----------
+    problem : GradientProblem
+        Written in JAX.
+    method : str
+        One of `methods(engine)`, or the name of a Diffrax solver.
+    adjoint : str
+        One of `adjoints()`.
+    engine : str, optional
+        "diffrax", the only one.
+    dtype : "float64" or "float32"
+    device : str
+        "cpu", "cuda", "cuda:1", ...
+    max_steps : int
+        The largest number of steps per interval that will be asked for. The first call compiles
+        for it; later ones do not compile.
+
+    Returns
+    -------
+    callable
+        `measure(num_steps) -> Measurement`, `num_steps` equal steps between neighbouring
+        breakpoints of the problem.
+
+    Raises
+    ------
+    ValueError
+        If the problem is written in another framework, or a name is unknown, or the device is
+        absent.
+    TypeError
+        If `f` or a cost does not return what it must.
+    FloatingPointError
+        On a call, if the solution stops being finite; the message has the step and its time.
+    """
+    _check_engine(engine)
+    if problem.framework != "jax":
+        raise ValueError(
+            f"problem {problem.name!r} is written in {problem.framework}: run it on the backend "
+            f"{problem.framework!r}, or write its `f` in JAX"
+        )
+    if adjoint not in _SWEEPS:
+        raise ValueError(f"`adjoint` must be one of {', '.join(_SWEEPS)}; got {adjoint!r}")
+    if dtype not in _DTYPES:
+        raise ValueError(f"`dtype` must be one of {', '.join(_DTYPES)}; got {dtype!r}")
+    if not isinstance(max_steps, int) or max_steps < 1:
+        raise ValueError(f"`max_steps` must be an int of at least 1, got {max_steps!r}")
+    solver = get_solver(method)
+    where = _find_device(device)
+    points = problem.breakpoints
+    capacity = max_steps * (len(points) - 1)
+    times = problem.observation_times or ()
+    observed_pieces = np.array([points.index(t) for t in times], dtype=np.int32)
+    per_step = evaluations(solver)
+
+    with jax.enable_x64(True), jax.default_device(where):
+        flat = _flatten(problem, jnp.dtype(dtype))
+        sweep = _SWEEPS[adjoint]
+        compiled = []
+
+    def run(mesh, count, observed, pieces, y0, params):
+        return sweep(flat._replace(y0=y0, params=params), solver, mesh, count, observed, pieces)
+
+    def measure(num_steps: int) -> Measurement:
+        if not 1 <= num_steps <= max_steps:
+            raise ValueError(f"`num_steps` must be in 1 ... {max_steps}, got {num_steps}")
+        mesh = problem.mesh(num_steps)
+        count = len(mesh) - 1
+        padded = np.full(capacity + 1, mesh[-1])
+        padded[: count + 1] = mesh
+        with jax.enable_x64(True), jax.default_device(where):
+            arrays = (
+                jnp.asarray(padded, dtype),
+                jnp.int32(count),
+                jnp.asarray(observed_pieces * num_steps),
+                jnp.arange(len(points), dtype=jnp.int32) * num_steps,
+                flat.y0,
+                flat.params,
+            )
+            if not compiled:
+                compiled.append(eqx.filter_jit(run).lower(*arrays).compile())
+                jax.block_until_ready(compiled[0](*arrays))
+            start = time.perf_counter()
+            out: _Sweeps = jax.block_until_ready(compiled[0](*arrays))
+            seconds = time.perf_counter() - start
+        ys, adjoints = (np.asarray(x)[: count + 1] for x in (out.ys, out.adjoints))
+        _first_failure(problem, ys, mesh)
+        leaves = jtu.tree_leaves(eqx.filter(out.d_params, eqx.is_inexact_array))
+        d_params = [np.ravel(np.asarray(x, np.float64)) for x in leaves]
+        gradient = Gradient(
+            float(out.cost),
+            adjoints[0],
+            np.concatenate(d_params) if d_params else np.zeros(0),
+        )
+        return Measurement(
+            gradient,
+            mesh,
+            np.asarray(adjoints, np.float64),
+            count * (per_step or 0),
+            count * (per_step or 0),
+            None if out.reversal_error is None else float(out.reversal_error),
+            seconds,
+        )
+
+    return measure

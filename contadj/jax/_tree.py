@@ -1,0 +1,79 @@
+"""Arithmetic on cotangents: pytrees in which None stands for "nothing to differentiate"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+PyTree = Any
+
+
+def zeros(tree: PyTree) -> PyTree:
+    """Zero cotangents for the floating leaves of `tree`; None for every other leaf."""
+    return jtu.tree_map(lambda x: jnp.zeros_like(x) if eqx.is_inexact_array(x) else None, tree)
+
+
+def add(x: PyTree, y: PyTree) -> PyTree:
+    """Add two cotangents of one structure; None is zero."""
+
+    def leaf(a, b):
+        return b if a is None else (a if b is None else a + b)
+
+    return jtu.tree_map(leaf, x, y, is_leaf=lambda v: v is None)
+
+
+def materialise(cotangent: PyTree, primal: PyTree) -> PyTree:
+    """Replace the symbolic zeros (None) of `cotangent` by arrays shaped like `primal`."""
+
+    def leaf(p, c):
+        return jnp.zeros_like(p) if c is None and eqx.is_inexact_array(p) else c
+
+    return jtu.tree_map(leaf, primal, cotangent, is_leaf=lambda v: v is None)
+
+
+def where(condition, x: PyTree, y: PyTree) -> PyTree:
+    """Choose one of two pytrees of one structure, leaf by leaf."""
+    return jtu.tree_map(lambda a, b: jnp.where(condition, a, b), x, y)
+
+
+def vjp(fn, *primals: PyTree):
+    """Value of `fn` and its pull-back, differentiating the floating leaves alone.
+
+    The pull-back takes a cotangent in which None is zero, and returns one cotangent per primal.
+    """
+    dynamic, static = eqx.partition(primals, eqx.is_inexact_array)
+
+    def pure(dynamic):
+        out = fn(*eqx.combine(dynamic, static))
+        inexact, rest = eqx.partition(out, eqx.is_inexact_array)
+        return inexact, rest
+
+    inexact, pull, rest = jax.vjp(pure, dynamic, has_aux=True)
+
+    def pull_back(cotangent):
+        return pull(materialise(eqx.filter(cotangent, eqx.is_inexact_array), inexact))[0]
+
+    return eqx.combine(inexact, rest), pull_back
+
+
+def buffer(length: int, tree: PyTree) -> PyTree:
+    """Zero-filled storage for `length` copies of `tree`, along a new leading axis."""
+    return jtu.tree_map(lambda x: jnp.zeros((length, *jnp.shape(x)), jnp.result_type(x)), tree)
+
+
+def read(storage: PyTree, i) -> PyTree:
+    """Entry `i` of a buffer."""
+    return jtu.tree_map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), storage)
+
+
+def write(storage: PyTree, i, tree: PyTree) -> PyTree:
+    """The buffer with `tree` as entry `i`."""
+    return jtu.tree_map(
+        lambda x, v: jax.lax.dynamic_update_index_in_dim(x, jnp.asarray(v, x.dtype), i, 0),
+        storage,
+        tree,
+    )
