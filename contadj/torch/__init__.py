@@ -1,0 +1,24 @@
+"""The PyTorch backend: gradients of ODE solves, in torchdiffeq's terms."""
+
+from ._errors import ReversalWarning, SolveError, SolveStats
+from ._rollout import RolloutGradient, rollout, rollout_adjoint
+from ._solve import Solution, odeint, solve
+from ._value_grad_and_stats import value_grad_and_stats
+from .adjoints import Adjoint, BacksolveAdjoint, CheckpointAdjoint, DirectAdjoint
+
+__all__ = [
+    "Adjoint",
+    "BacksolveAdjoint",
+    "CheckpointAdjoint",
+    "DirectAdjoint",
+    "ReversalWarning",
+    "RolloutGradient",
+    "Solution",
+    "SolveError",
+    "SolveStats",
+    "odeint",
+    "rollout",
+    "rollout_adjoint",
+    "solve",
+    "value_grad_and_stats",
+]

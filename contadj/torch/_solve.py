@@ -1,0 +1,395 @@
+"""`odeint` and `solve`: argument checks, and the choice of engine and adjoint."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..tableaus import TABLEAUS, get_tableau
+from . import _torchdiffeq
+from ._errors import SolveError, SolveStats
+from ._field import Probe, StateLayout, VectorField
+from ._mesh import Times
+from ._options import parse_options
+from ._steps import RungeKutta, StepControl, host_time, time_like
+from .adjoints import Adjoint, BacksolveAdjoint, CheckpointAdjoint, DirectAdjoint
+from .adjoints._base import Integration, ReplayingAdjoint
+
+ENGINES = ("contadj", "torchdiffeq")
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """What a solve returns.
+
+    Parameters
+    ----------
+    ts : (T,) Tensor
+        The observation times.
+    ys : (T, *state) tensor or nest of such, optional
+        The states there; None with `loss=`.
+    cost : scalar Tensor, optional
+        Integral of the running cost.
+    loss : scalar Tensor, optional
+        Sum of the loss over the observations.
+    stats : SolveStats
+        Statistics; those of the backward pass are there after it.
+    """
+
+    ts: Tensor
+    ys: Any
+    cost: Tensor | None
+    loss: Tensor | None
+    stats: SolveStats
+
+
+def odeint(
+    func: Callable[..., Any],
+    y0: Any,
+    t: Tensor,
+    *,
+    rtol: Any = 1e-7,
+    atol: Any = 1e-9,
+    method: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    adjoint: Adjoint | None = None,
+    params: Iterable[Tensor] | None = None,
+    control: Any = None,
+    engine: str | None = None,
+    compile: bool = False,
+    event_fn: Any = None,
+    adjoint_method: str | None = None,
+    adjoint_rtol: float | None = None,
+    adjoint_atol: float | None = None,
+    adjoint_options: Mapping[str, Any] | None = None,
+    adjoint_params: Iterable[Tensor] | None = None,
+) -> Any:
+    """Solve y' = func(t, y), y(t[0]) = y0, and return y at the times t.
+
+    Takes the place of `torchdiffeq.odeint` and, its `adjoint_*` arguments given, of
+    `torchdiffeq.odeint_adjoint`. The other arguments are those of `solve`.
+
+    Parameters
+    ----------
+    adjoint_method, adjoint_rtol, adjoint_atol, adjoint_options, adjoint_params
+        As in `torchdiffeq.odeint_adjoint`; they select `BacksolveAdjoint`.
+    event_fn
+        Refused; use `torchdiffeq.odeint_event`.
+
+    Returns
+    -------
+    ys : (T, *state) tensor, or the structure of y0 with such tensors
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `solve`.
+    """
+    if event_fn is not None:
+        raise ValueError("`event_fn` is not served: use torchdiffeq.odeint_event")
+    names = ("method", "rtol", "atol", "options")
+    given = {
+        name: value
+        for name, value in zip(
+            names, (adjoint_method, adjoint_rtol, adjoint_atol, adjoint_options), strict=True
+        )
+        if value is not None
+    }
+    if adjoint_params is not None:
+        if params is not None:
+            raise ValueError("give `params` or `adjoint_params`, not both")
+        params = adjoint_params
+    if given:
+        if adjoint is not None:
+            raise ValueError(
+                f"give `adjoint` or `adjoint_{next(iter(given))}`, not both: write "
+                f"adjoint=BacksolveAdjoint({next(iter(given))}=...)"
+            )
+        if given.get("options", {}).get("norm") == "seminorm":
+            given["options"] = {k: v for k, v in given["options"].items() if k != "norm"} or None
+            given["seminorm"] = True
+        adjoint = BacksolveAdjoint(**given)
+    return solve(
+        func, y0, t, rtol=rtol, atol=atol, method=method, options=options, adjoint=adjoint,
+        params=params, control=control, engine=engine, compile=compile,
+    ).ys  # fmt: skip
+
+
+def solve(
+    func: Callable[..., Any],
+    y0: Any,
+    t: Tensor,
+    *,
+    rtol: Any = 1e-7,
+    atol: Any = 1e-9,
+    method: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    adjoint: Adjoint | None = None,
+    params: Iterable[Tensor] | None = None,
+    control: Any = None,
+    engine: str | None = None,
+    compile: bool = False,
+    running_cost: Callable[..., Tensor] | None = None,
+    loss: Callable[..., Tensor] | None = None,
+) -> Solution:
+    """Solve y' = func(t, y), y(t[0]) = y0, with a cost, and statistics.
+
+    Parameters
+    ----------
+    func : callable
+        The vector field func(t, y); t a scalar tensor in the dtype of y, y with the structure of
+        y0. An `nn.Module` contributes its parameters.
+    y0 : tensor, or tuple, list or dict of tensors
+        Initial state, floating-point or complex, one dtype and device.
+    t : (T,) tensor
+        Observation times, strictly monotone, T >= 2; float64 on the host internally.
+    rtol, atol : float, tensor, or the structure of y0
+        Tolerances of an adaptive solve; per component where they are not numbers.
+    method : str
+        Name of a method, "dopri5" by default.
+    options : mapping
+        A fixed mesh: `num_steps` (per interval of t), `step_size` or `mesh` (the step times).
+        Adaptive: `first_step`, `max_num_steps`, `norm` ("batch", "sample" or a callable),
+        `min_step`, `max_step`, `step_t`, `jump_t`, `safety`, `ifactor`, `dfactor`.
+    adjoint : Adjoint
+        How the gradient is computed, `CheckpointAdjoint()` by default (`DirectAdjoint()` for a
+        method that only torchdiffeq has).
+    params : iterable of tensors
+        The tensors that f uses and that gradients are wanted for; by default the parameters of
+        `func`, `running_cost` and `loss`, and any leaf tensor that f is seen to use.
+    control
+        Reserved.
+    engine : "contadj" or "torchdiffeq"
+        Who takes the steps; "contadj" for every explicit method it has a tableau of.
+    compile : bool
+        Reserved.
+    running_cost : callable
+        c(t, y), a scalar; its integral over the interval is `Solution.cost`. It takes no part in
+        error control.
+    loss : callable
+        loss(i, t_i, y_i), a scalar, summed over the observations into `Solution.loss` as the solve
+        passes them; the states are not kept.
+
+    Returns
+    -------
+    Solution
+
+    Raises
+    ------
+    ValueError
+        For an unknown method, engine or option, or times that are not strictly monotone.
+    TypeError
+        If y0 is not floating-point, or if func returns another structure, shape, dtype or device.
+    SolveError
+        If the solve cannot go on: f not finite (at which t and step), step size too small, too many
+        steps; its `stats` hold the statistics so far.
+    """
+    if control is not None:
+        raise NotImplementedError("`control` is not served yet: read u(t) inside `func`")
+    if compile:
+        raise NotImplementedError("`compile` is not served yet: compile `func` itself")
+    layout = StateLayout(y0)
+    y = layout.flatten(y0)
+    times = check_times(t)
+    method, engine = _choose(method, engine)
+    if adjoint is None:
+        adjoint = CheckpointAdjoint() if engine == "contadj" else DirectAdjoint()
+    if not isinstance(adjoint, Adjoint):
+        raise TypeError(
+            f"`adjoint` must be an adjoint such as CheckpointAdjoint(), got {adjoint!r}"
+        )
+    stats = SolveStats()
+    _record(stats)
+    f = VectorField(func, layout)
+    cost = None if running_cost is None else _on_flat_states(running_cost, layout)
+    observed = None if loss is None else _loss_on_flat_states(loss, layout)
+    chosen = None if params is None else _check_params(params)
+    tensors = _own_params(func, running_cost, loss) if chosen is None else chosen
+    tolerances = {
+        "rtol": layout.tolerance(rtol, "rtol", y), "atol": layout.tolerance(atol, "atol", y)
+    }  # fmt: skip
+    if engine == "torchdiffeq":
+        outputs = _torchdiffeq.solve(
+            f, y, t, times, method, tolerances, options, adjoint, tensors, cost, observed, stats
+        )
+    else:
+        mesh = parse_options(method, options, times, StepControl(**tolerances))
+        integration = Integration(
+            f, RungeKutta(get_tableau(method)), mesh, times, cost, observed, stats
+        )
+        tracing = torch.is_grad_enabled()
+        if isinstance(adjoint, ReplayingAdjoint) and tracing:
+            integration.first, probe = f.probe(time_like(times[0], y), y.detach(), tensors)
+            tensors = _complete_params(tensors, probe, adjoint, chosen is not None)
+            integration.buffers = probe.written_buffers
+        needed = tuple(param for param in tensors if param.requires_grad)
+        outputs = adjoint.solve(integration, y, t, needed)
+        _check_finite(integration, y, outputs)
+    ys, total, value = outputs
+    states = None if ys is None else layout.unflatten(ys, (len(times),))
+    return Solution(t, states, total, value, stats)
+
+
+def check_times(t: Any) -> Times:
+    """The observation times as a float64 host array.
+
+    Raises
+    ------
+    TypeError
+        If t is no floating-point tensor.
+    ValueError
+        If t is not one-dimensional with two entries at least, finite and strictly monotone.
+    """
+    if not isinstance(t, Tensor):
+        raise TypeError(f"`t` must be a tensor, got {type(t).__name__}")
+    if not t.is_floating_point():
+        raise TypeError(f"`t` must be floating-point, got {t.dtype}; convert it with t.double()")
+    if t.ndim != 1 or len(t) < 2:
+        raise ValueError(f"`t` must have shape (T,) with T >= 2, got {tuple(t.shape)}")
+    times = t.detach().to("cpu", torch.float64).numpy()
+    differences = np.diff(times)
+    if not np.all(np.isfinite(times)):
+        raise ValueError(f"`t` must be finite, got {times}")
+    if not (np.all(differences > 0) or np.all(differences < 0)):
+        raise ValueError("`t` must be strictly increasing or strictly decreasing")
+    return times
+
+
+def _choose(method: str | None, engine: str | None) -> tuple[str, str]:
+    method = "dopri5" if method is None else method
+    own = method in TABLEAUS and TABLEAUS[method].explicit
+    if engine not in (None, *ENGINES):
+        raise ValueError(f"`engine` must be one of {', '.join(ENGINES)}, got {engine!r}")
+    if method not in TABLEAUS and method not in _torchdiffeq.METHODS:
+        known = sorted({*TABLEAUS, *_torchdiffeq.METHODS})
+        close = difflib.get_close_matches(str(method), known, 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"`method` must be one of {', '.join(known)}, got {method!r}{hint}")
+    if engine is None:
+        engine = "contadj" if own else "torchdiffeq"
+    if engine == "contadj" and not own:
+        raise ValueError(
+            f"`method` = {method!r} has no explicit tableau here: use engine='torchdiffeq'"
+        )
+    if engine == "torchdiffeq" and method not in _torchdiffeq.METHODS:
+        raise ValueError(
+            f"torchdiffeq has no method {method!r}; it has {', '.join(_torchdiffeq.METHODS)}"
+        )
+    return method, engine
+
+
+def _on_flat_states(cost: Callable[..., Tensor], layout: StateLayout):
+    return lambda t, y: _scalar(cost(t, layout.unflatten(y)), "running_cost")
+
+
+def _loss_on_flat_states(loss: Callable[..., Tensor], layout: StateLayout):
+    return lambda i, t, y: _scalar(loss(i, t, layout.unflatten(y)), "loss")
+
+
+def _scalar(value: Any, argument: str) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"`{argument}` must return a scalar tensor, got {came}")
+    return value.reshape(())
+
+
+def _check_params(params: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    tensors = tuple(params)
+    for param in tensors:
+        if not isinstance(param, Tensor):
+            raise TypeError(f"`params` must be tensors, got {type(param).__name__}")
+    return _unique(tensors)
+
+
+def _own_params(*functions: Any) -> tuple[Tensor, ...]:
+    modules = [function for function in functions if isinstance(function, nn.Module)]
+    return _unique(param for module in modules for param in module.parameters())
+
+
+def _unique(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    return tuple({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _complete_params(
+    params: tuple[Tensor, ...], probe: Probe, adjoint: Adjoint, explicit: bool
+) -> tuple[Tensor, ...]:
+    """The parameters and what else f was seen to use, or an error."""
+    if probe.draws_random:
+        raise ValueError(
+            f"`func` draws random numbers, and {type(adjoint).__name__} evaluates it again in the "
+            "backward pass with other ones: draw the noise once outside `func` (or call .eval()), "
+            "or use DirectAdjoint()"
+        )
+    if probe.foreign:
+        raise ValueError(
+            "`func` uses a tensor that was computed outside it and needs a gradient: pass it in "
+            "`params=(..., that_tensor)`, or use DirectAdjoint()"
+        )
+    if probe.hidden and explicit:
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in probe.hidden)
+        raise ValueError(
+            f"`func` uses {len(probe.hidden)} tensor(s) that need a gradient and are not in "
+            f"`params` (shapes {shapes}): add them, or call .requires_grad_(False) on them"
+        )
+    return _unique((*params, *probe.hidden))
+
+
+def _check_finite(integration: Integration, y0: Tensor, outputs: tuple) -> None:
+    """Raise if a fixed-mesh solve is not finite, after looking for the step."""
+    with torch.no_grad():
+        finite = [torch.isfinite(x).all() for x in outputs if x is not None]
+        if bool(torch.stack(finite).all()):
+            return
+        evaluations = integration.f.evaluations
+        replay = Integration(
+            integration.f, integration.method, integration.mesh, integration.times, None, None,
+            SolveStats(),
+        )  # fmt: skip
+        for n, step in enumerate(replay.steps(y0.detach())):
+            if not bool(torch.isfinite(step.y_next).all()):
+                field_fails = [
+                    float(time)
+                    for time, slope in zip(step.times, step.slopes, strict=False)
+                    if not bool(torch.isfinite(slope).all())
+                ]
+                where = f"step {n} from t = {host_time(step.t):.8g} to {host_time(step.t_next):.8g}"
+                integration.f.evaluations = evaluations
+                if field_fails:
+                    raise SolveError(
+                        f"`func` is not finite at t = {field_fails[0]:.8g}, in {where}",
+                        integration.stats,
+                    )
+                raise SolveError(
+                    f"the state overflows in {where}: take smaller steps", integration.stats
+                )
+    raise SolveError(
+        "the states are finite, the running cost, the loss or an interpolated state is not",
+        integration.stats,
+    )
+
+
+_collectors: ContextVar[tuple[list[SolveStats], ...]] = ContextVar("collectors", default=())
+
+
+def _record(stats: SolveStats) -> None:
+    for collector in _collectors.get():
+        collector.append(stats)
+
+
+@contextlib.contextmanager
+def collect_stats() -> Iterator[list[SolveStats]]:
+    """The statistics of all solves begun inside the context."""
+    collected: list[SolveStats] = []
+    token = _collectors.set((*_collectors.get(), collected))
+    try:
+        yield collected
+    finally:
+        _collectors.reset(token)

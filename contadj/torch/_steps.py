@@ -1,0 +1,386 @@
+"""One explicit Runge-Kutta step from a tableau, its dense output, and step-size control.
+
+    Y_i     = y_n + h sum_j a_ij f(t_n + c_j h, Y_j),
+    y_{n+1} = y_n + h sum_i b_i  f(t_n + c_i h, Y_i).
+
+A step is a function of (t_n, h, y_n) alone, so that the discrete adjoint lambda_n = dL/dy_n is what
+its vector-Jacobian products give. Step sizes are Python floats; they are tensors only where a
+gradient with respect to time is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..tableaus import Tableau
+
+VectorField = Callable[[Tensor, Tensor], Tensor]
+Row = tuple[tuple[int, float], ...]
+
+
+def _nonzero(weights: np.ndarray) -> Row:
+    return tuple((j, float(w)) for j, w in enumerate(weights) if w != 0.0)
+
+
+def combine(y: Tensor, h: float | Tensor, row: Row, ks: Sequence[Tensor]) -> Tensor:
+    """y + h sum_j w_j k_j over the nonzero weights of a row."""
+    if isinstance(h, Tensor):
+        for j, weight in row:
+            y = y + (h * weight) * ks[j]
+    else:
+        for j, weight in row:
+            y = torch.add(y, ks[j], alpha=h * weight)
+    return y
+
+
+@dataclass(slots=True)
+class Step:
+    """One accepted step from (t, y) to (t_next, y_next).
+
+    `slopes` are the values of f at the stages, `stages` the stage states Y_i and `times` the stage
+    times. `t` and `t_next` are Python floats, or scalar tensors where a gradient with respect to
+    time is asked for. `next_size` is what error control proposes for the step after it.
+    """
+
+    t: float | Tensor
+    t_next: float | Tensor
+    y: Tensor
+    y_next: Tensor
+    slopes: list[Tensor]
+    stages: list[Tensor]
+    times: Sequence[Tensor]
+    next_size: float = 0.0
+
+    @property
+    def h(self) -> float | Tensor:
+        """The step size, in the dtype and on the device of the state if it is a tensor."""
+        h = self.t_next - self.t
+        return h.to(self.y.device, real_dtype(self.y)) if isinstance(h, Tensor) else h
+
+
+def real_dtype(y: Tensor) -> torch.dtype:
+    """The dtype that times and step sizes have beside a state."""
+    return y.dtype.to_real() if y.dtype.is_complex else y.dtype
+
+
+def time_like(t: float | Tensor, y: Tensor) -> Tensor:
+    """A time as a scalar tensor beside a state."""
+    return torch.as_tensor(t, dtype=real_dtype(y), device=y.device)
+
+
+def host_time(t: float | Tensor) -> float:
+    """A time as a Python float."""
+    return t.item() if isinstance(t, Tensor) else t
+
+
+class RungeKutta:
+    """An explicit Runge-Kutta step made from a tableau.
+
+    Parameters
+    ----------
+    tableau : Tableau
+        An explicit method.
+
+    Raises
+    ------
+    ValueError
+        If the method is implicit.
+    """
+
+    def __init__(self, tableau: Tableau):
+        if not tableau.explicit:
+            raise ValueError(
+                f"`method` must be explicit here, got the implicit method {tableau.name!r}"
+            )
+        self.tableau = tableau
+        self.nodes = tableau.c
+        self._rows = [_nonzero(row) for row in tableau.a]
+        self._b = _nonzero(tableau.b)
+        self.fsal = tableau.first_same_as_last
+        self._error = None if tableau.embedded is None else _nonzero(tableau.b - tableau.embedded)
+        # An interpolant one order below the method's is the convention; below that, an observation
+        # inside a step is reached by a shortened step of the method itself.
+        self._interpolant = tableau.interpolant
+        order = tableau.interpolant_order
+        if order is None:
+            self._interpolant, order = _hermite(tableau), 3
+        self.interpolates = order >= tableau.order - 1
+        self._interpolant_stages = self._interpolant.shape[0]
+
+    def stage_times(self, t: float, h: float, y: Tensor) -> tuple[Tensor, ...]:
+        """The times t + c_i h as scalar tensors beside y."""
+        times = torch.as_tensor(t + self.nodes * h, dtype=real_dtype(y), device=y.device)
+        return times.unbind()
+
+    def take(
+        self,
+        f: VectorField,
+        t: float | Tensor,
+        t_next: float | Tensor,
+        y: Tensor,
+        *,
+        times: Sequence[Tensor] | None = None,
+        first: Tensor | None = None,
+        last: bool = False,
+    ) -> Step:
+        """Take one step.
+
+        Parameters
+        ----------
+        f : callable
+            The vector field f(t, y).
+        t, t_next : float or scalar tensor
+            Ends of the step.
+        y : Tensor
+            State at t.
+        times : sequence of scalar tensors, optional
+            The stage times, where they are known already.
+        first : Tensor, optional
+            f(t, y), where it is known already.
+        last : bool
+            Also evaluate the stage that is f(t_next, y_next), for a first-same-as-last method.
+
+        Returns
+        -------
+        Step
+        """
+        h = t_next - t
+        if isinstance(h, Tensor):
+            h = h.to(y.device, real_dtype(y))
+        if times is None:
+            if isinstance(h, Tensor):
+                start = time_like(t, y)
+                times = [start + c * h for c in self.nodes]
+            else:
+                times = self.stage_times(t, h, y)
+        step = Step(t, t_next, y, y, [], [], times)
+        slopes, stages = step.slopes, step.stages
+        count = len(self._rows) - self.fsal
+        for i in range(count):
+            stage = combine(y, h, self._rows[i], slopes)
+            stages.append(stage)
+            slopes.append(first if i == 0 and first is not None else f(times[i], stage))
+        step.y_next = combine(y, h, self._b, slopes)
+        if self.fsal and last:
+            slopes.append(f(times[count], step.y_next))
+        return step
+
+    def quadrature(self, cost: VectorField, step: Step) -> Tensor:
+        """h sum_i b_i c(t_n + c_i h, Y_i): the integral of a running cost over the step."""
+        total = None
+        for i, weight in self._b:
+            term = cost(step.times[i], step.stages[i]) * weight
+            total = term if total is None else total + term
+        assert total is not None
+        return step.h * total
+
+    def error(self, step: Step) -> Tensor:
+        """Difference between the solution and the embedded one."""
+        assert self._error is not None
+        return combine(torch.zeros_like(step.y), step.h, self._error, step.slopes)
+
+    def evaluate(self, f: VectorField, step: Step, t: float | Tensor) -> Tensor:
+        """The solution at a time t inside a step."""
+        if not self.interpolates:
+            return self.take(f, step.t, t, step.y, first=step.slopes[0]).y_next
+        self.complete(f, step)
+        x = (t - step.t) / (step.t_next - step.t)
+        h = step.h
+        if isinstance(x, Tensor):
+            x = x.to(step.y.device, real_dtype(step.y))
+        y = step.y
+        for slope, row in zip(step.slopes, self._interpolant, strict=False):
+            weight = 0.0
+            for coefficient in row[::-1]:
+                weight = (weight + float(coefficient)) * x
+            if isinstance(weight, Tensor) or isinstance(h, Tensor):
+                y = y + (h * weight) * slope
+            elif weight != 0.0:
+                y = torch.add(y, slope, alpha=h * weight)
+        return y
+
+    def evaluate_many(self, f: VectorField, step: Step, t: Sequence[float]) -> Tensor:
+        """The solution at several times inside a step, (len(t), *state)."""
+        if not self.interpolates or len(t) == 1:
+            return torch.stack([self.evaluate(f, step, time) for time in t])
+        self.complete(f, step)
+        assert not isinstance(step.t, Tensor) and not isinstance(step.t_next, Tensor)
+        h = step.t_next - step.t
+        x = (np.asarray(t) - step.t) / h
+        powers = x[:, None] ** np.arange(1, self._interpolant.shape[1] + 1)
+        weights = torch.as_tensor(
+            h * powers @ self._interpolant.T, dtype=step.y.dtype, device=step.y.device
+        )
+        slopes = torch.stack(step.slopes[: self._interpolant_stages])
+        return step.y + torch.tensordot(weights, slopes, dims=1)
+
+    def complete(self, f: VectorField, step: Step) -> None:
+        """Append f(t_next, y_next) to the slopes where the interpolant needs it."""
+        if len(step.slopes) < self._interpolant_stages:
+            step.slopes.append(f(time_like(step.t_next, step.y), step.y_next))
+
+
+def _hermite(tableau: Tableau) -> np.ndarray:
+    """The cubic Hermite interpolant in the slopes, f at the end of the step as the last one."""
+    slopes = tableau.b if tableau.first_same_as_last else np.append(tableau.b, 0.0)
+    rows = np.outer(slopes, [0.0, 3.0, -2.0])
+    rows[0] += [1.0, -2.0, 1.0]
+    rows[-1] += [0.0, -1.0, 1.0]
+    return rows
+
+
+@dataclass(frozen=True)
+class StepControl:
+    """Adaptive step-size control.
+
+    A step is accepted when the norm of error / (atol + rtol max(|y_n|, |y_{n+1}|)) is at most 1. The next step size
+    follows the PI rule of Gustafsson (Hairer & Wanner II, IV.2):
+    h_new = h safety err^(-0.7/q) err_old^(0.4/q), q the order of the embedded solution plus one.
+    """
+
+    rtol: float | Tensor = 1e-7
+    atol: float | Tensor = 1e-9
+    first_step: float | None = None
+    max_num_steps: int = 2**31 - 1
+    norm: str | Callable[[Tensor], Tensor] = "batch"
+    min_step: float = 0.0
+    max_step: float = float("inf")
+    safety: float = 0.9
+    ifactor: float = 10.0
+    dfactor: float = 0.2
+    step_t: tuple[float, ...] = ()
+    jump_t: tuple[float, ...] = ()
+
+    def error_norm(self, error: Tensor, y: Tensor, y_next: Tensor) -> Tensor:
+        """Norm of the scaled error; at most 1 for an acceptable step."""
+        return self._norm(error / (self.atol + self.rtol * torch.maximum(y.abs(), y_next.abs())))
+
+    def scaled_norm(self, value: Tensor, y: Tensor) -> Tensor:
+        """Norm of a value scaled by the tolerances at y."""
+        return self._norm(value / (self.atol + self.rtol * y.abs()))
+
+    def _norm(self, scaled: Tensor) -> Tensor:
+        if callable(self.norm):
+            return self.norm(scaled)
+        squared = scaled.abs().square()
+        if self.norm == "sample" and squared.ndim > 1:
+            return squared.flatten(1).mean(1).max().sqrt()
+        return squared.mean().sqrt() if squared.numel() else squared.sum()
+
+
+class StepFailure(Exception):
+    """Why an adaptive solve cannot go on; turned into a `SolveError` with the statistics."""
+
+
+def first_step(
+    control: StepControl, order: int, f: VectorField, t: float, t1: float, y: Tensor, f0: Tensor
+) -> float:
+    """The size of the first step (Hairer, Norsett & Wanner I, II.4), at most the interval's."""
+    span = abs(t1 - t)
+    d0, d1 = torch.stack(
+        [control.scaled_norm(y, y).double(), control.scaled_norm(f0, y).double()]
+    ).tolist()
+    h0 = 1e-6 if d0 < 1e-5 or d1 < 1e-5 else 0.01 * d0 / d1
+    h0 = min(h0, span)
+    direction = 1.0 if t1 > t else -1.0
+    f1 = f(time_like(t + direction * h0, y), torch.add(y, f0, alpha=direction * h0))
+    d2 = float(control.scaled_norm(f1 - f0, y)) / h0
+    slope = max(d1, d2)
+    h1 = max(1e-6, h0 * 1e-3) if not slope > 1e-15 else (0.01 / slope) ** (1.0 / (order + 1))
+    return min(100.0 * h0, h1, span)
+
+
+def adaptive_steps(
+    method: RungeKutta,
+    control: StepControl,
+    f: VectorField,
+    t0: float,
+    t1: float,
+    y: Tensor,
+    first: Tensor | None,
+    on_reject: Callable[[], None],
+) -> Iterator[Step]:
+    """Accepted steps from t0 to t1, the last one ending exactly on t1.
+
+    f is never evaluated outside [t0, t1]. Each attempt reads one number back from the device.
+
+    Raises
+    ------
+    StepFailure
+        If f is not finite, if the step size falls below the spacing of floating-point times, or
+        after `max_num_steps` attempts.
+    """
+    tableau = method.tableau
+    assert tableau.embedded_order is not None
+    exponent = min(tableau.order, tableau.embedded_order) + 1.0
+    direction = 1.0 if t1 > t0 else -1.0
+    stops = sorted(
+        {s for s in (*control.step_t, *control.jump_t) if 0 < direction * (s - t0) < abs(t1 - t0)},
+        key=lambda s: direction * s,
+    )
+    jumps = set(control.jump_t)
+    stops.append(t1)
+    if first is None:
+        first = f(time_like(t0, y), y)
+    with torch.no_grad():
+        size = control.first_step
+        if size is None:
+            size = first_step(control, tableau.order, f, t0, stops[0], y.detach(), first.detach())
+    size = min(max(size, control.min_step), control.max_step)
+    t, error_before, attempts, rejected, stop = t0, 1e-4, 0, False, 0
+    while t != t1:
+        if attempts == control.max_num_steps:
+            raise StepFailure(
+                f"`max_num_steps` = {control.max_num_steps} steps were tried and t = {t:.8g} of "
+                f"{t1:.8g} is reached"
+            )
+        attempts += 1
+        # A step that would leave a sliver before the stop is stretched onto it.
+        left = abs(stops[stop] - t)
+        lands = 1.01 * size >= left
+        h = left if lands else size
+        t_next = stops[stop] if lands else t + direction * h
+        if t_next == t:
+            raise StepFailure(
+                f"the step size fell to {h:.1e} at t = {t:.8g}, below the spacing of times there: "
+                "the problem is stiff or f is not smooth; use an implicit method or larger "
+                "tolerances"
+            )
+        step = method.take(f, t, t_next, y, first=first, last=True)
+        with torch.no_grad():
+            error = float(control.error_norm(method.error(step), y, step.y_next))
+        if not np.isfinite(error):
+            if not bool(torch.isfinite(first).all()):
+                raise StepFailure(f"f is not finite at t = {t:.8g}")
+            if h < 1e-13 * max(abs(t), abs(t1 - t0)):
+                raise StepFailure(f"f is not finite just after t = {t:.8g}")
+        at_minimum = h <= control.min_step and np.isfinite(error)
+        if error <= 1.0 or at_minimum:
+            bounded = max(error, 1e-10)
+            factor = (
+                control.safety * bounded ** (-0.7 / exponent) * error_before ** (0.4 / exponent)
+            )
+            factor = min(control.ifactor, max(control.dfactor, factor))
+            error_before = max(error, 1e-4)
+            # A step cut short by a stop says nothing against the size that was planned.
+            size = max(h * (min(factor, 1.0) if rejected else factor), size if lands else 0.0)
+            step.next_size = size = min(max(size, control.min_step), control.max_step)
+            rejected = False
+            yield step
+            y, t = step.y_next, t_next
+            if t == t1:
+                return
+            stop += lands
+            reusable = method.fsal and t not in jumps
+            first = step.slopes[-1] if reusable else f(time_like(t, y), y)
+        else:
+            on_reject()
+            factor = control.safety * error ** (-1.0 / exponent) if np.isfinite(error) else 0.0
+            size = h * min(1.0, max(control.dfactor, factor))
+            size = min(max(size, control.min_step), control.max_step)
+            rejected = True

@@ -1,0 +1,304 @@
+"""The discrete gradient from stored states: one step recomputed and pulled back at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpointing import OfflineSnapshots, OnlineSnapshots, check_snapshots
+from .._errors import SolveError
+from .._mesh import Mesh
+from .._steps import Step, host_time
+from ._base import Cotangents, Integration, Outputs, ReplayingAdjoint, stage_times
+
+
+@dataclass(frozen=True)
+class CheckpointAdjoint(ReplayingAdjoint):
+    """The discrete gradient, exact, from the states of the accepted steps.
+
+    lambda_n = (dPhi_n/dy)^T lambda_{n+1} + dC/dy_n and dL/dtheta = sum_n (dPhi_n/dtheta)^T
+    lambda_{n+1}, Phi_n the step that was taken: each is evaluated once more and its vector-Jacobian
+    product taken. Equal to `DirectAdjoint` up to rounding. Rejected steps are never touched.
+
+    Parameters
+    ----------
+    snapshots : int, optional
+        None stores every state, N |y|. K stores K states and repeats steps: on a given mesh with
+        the optimal binomial schedule, on an adaptive one with an online schedule.
+
+    References
+    ----------
+    Griewank & Walther 2000, Algorithm 799: revolve, doi:10.1145/347837.347846.
+    """
+
+    snapshots: int | None = None
+
+    def __post_init__(self) -> None:
+        check_snapshots(self.snapshots)
+
+    def forward(self, integration: Integration, y0: Tensor):
+        """Solve, keeping states or snapshots of them."""
+        outputs = Outputs(integration)
+        if self.snapshots is not None and isinstance(integration.mesh, Mesh):
+            sweep = _Sweep(integration, y0)
+            store = OfflineSnapshots(sweep.num_steps, self.snapshots)
+            steps = integration.steps(y0)
+
+            def take(y: Tensor, n0: int, n1: int) -> Tensor:
+                for _ in range(n1 - n0):
+                    step = next(steps)
+                    outputs.take(step)
+                    y = step.y_next
+                return y
+
+            y = store.forward(y0, take)
+            next(steps, None)  # lets the generator record the evaluations
+            return outputs.finish(y).tensors(), [y], (integration.mesh, store)
+        online = None if self.snapshots is None else OnlineSnapshots(self.snapshots)
+        states: list[Tensor] = []
+        ends: list[float] = []
+        y = y0
+        for step in integration.steps(y0):
+            if online is None:
+                states.append(step.y)
+            else:
+                online.offer(step.y)
+            ends.append(host_time(step.t_next))
+            outputs.take(step)
+            y = step.y_next
+        mesh = integration.mesh
+        if not isinstance(mesh, Mesh):
+            mesh = Mesh.found(integration.times[0], ends)
+        return outputs.finish(y).tensors(), [*states[1:], y], (mesh, online)
+
+    def backward(
+        self,
+        integration: Integration,
+        tensors: Sequence[Tensor],
+        notes: Any,
+        y0: Tensor,
+        t: Tensor,
+        params: tuple[Tensor, ...],
+        cotangents: Cotangents,
+    ):
+        """Walk the mesh once in reverse."""
+        mesh, store = notes
+        sweep = _Sweep(integration, y0, mesh, params, t, cotangents)
+        sweep.start(tensors[-1])
+        if store is None:
+            states = [y0, *tensors]
+            for n in range(sweep.num_steps - 1, -1, -1):
+                sweep.reverse(n, states[n])
+        else:
+            store.backward(sweep.advance, sweep.reverse)
+        return sweep.gradients()
+
+    def differentiable_backward(
+        self,
+        integration: Integration,
+        tensors: Sequence[Tensor],
+        notes: Any,
+        y0: Tensor,
+        t: Tensor,
+        params: tuple[Tensor, ...],
+        cotangents: Cotangents,
+    ):
+        """The same gradient with a graph: the frozen mesh is walked with a graph, then pulled back."""
+        mesh, _ = notes
+        times = t.to("cpu", torch.float64) if t.requires_grad else None
+        points = mesh.differentiable(t).unbind() if t.requires_grad else mesh.times.tolist()
+        outputs = Outputs(integration)
+        y = y0
+        for start, end in zip(points[:-1], points[1:], strict=True):
+            step = integration.method.take(integration.f, start, end, y)
+            outputs.take(step, times)
+            y = step.y_next
+        results = outputs.finish(y, times).tensors()
+        pairs = [
+            (result, cotangent)
+            for result, cotangent in zip(
+                results, (cotangents.ys, cotangents.cost, cotangents.loss), strict=True
+            )
+            if result is not None and cotangent is not None
+        ]
+        inputs = [x for x in (y0, t, *params) if x.requires_grad]
+        grads = iter(
+            torch.autograd.grad(
+                [result for result, _ in pairs],
+                inputs,
+                [cotangent for _, cotangent in pairs],
+                create_graph=True,
+                allow_unused=True,
+            )
+        )
+        all_grads = [next(grads) if x.requires_grad else None for x in (y0, t, *params)]
+        return all_grads[0], all_grads[1], all_grads[2:]
+
+
+class _Sweep:
+    """The discrete adjoint recursion over a frozen mesh."""
+
+    def __init__(
+        self,
+        integration: Integration,
+        y0: Tensor,
+        mesh: Mesh | None = None,
+        params: tuple[Tensor, ...] = (),
+        t: Tensor | None = None,
+        cotangents: Cotangents | None = None,
+    ):
+        if mesh is None:
+            assert isinstance(integration.mesh, Mesh)
+            mesh = integration.mesh
+        self.integration = integration
+        self.mesh = mesh
+        self.num_steps = len(mesh.times) - 1
+        self._starts = mesh.times[:-1].tolist()
+        self._ends = mesh.times[1:].tolist()
+        self._table = stage_times(integration.method, mesh.times, y0)
+        self._params = params
+        self._t = t if t is not None and t.requires_grad else None
+        self._cotangents = cotangents
+        self._param_grads: list[Tensor | None] = [None] * len(params)
+        if self._t is not None:
+            self._time_grads = torch.zeros(self.num_steps + 1, dtype=torch.float64)
+            self._observation_grads = torch.zeros(len(integration.times), dtype=torch.float64)
+        self._y_end: Tensor | None = None
+
+    def start(self, y: Tensor) -> None:
+        """Begin at the last observation time."""
+        assert self._cotangents is not None
+        self.adjoint = torch.zeros_like(y)
+        self._y_end = y
+        last = len(self.integration.times) - 1
+        cotangent = self._cotangents.of_observations(self.integration, [last])
+        if cotangent is None:
+            return
+        if self.integration.loss is None:
+            self.adjoint = self.adjoint + cotangent[0]
+            return
+        with torch.enable_grad():
+            y = y.detach().requires_grad_()
+            time = self._time_leaf(float(self.integration.times[last]))
+            times = None if time is None else {last: time}
+            value = self.integration.losses([last], y[None], times)  # type: ignore[arg-type]
+        self._pull([value], [cotangent], y, [] if time is None else [time])
+        if time is not None:
+            self._observation_grads[last] += self._last_time_grads[0]
+
+    def advance(self, y: Tensor, n0: int, n1: int) -> Tensor:
+        """Repeat steps n0, ..., n1 - 1 without a graph."""
+        with torch.no_grad():
+            first = None
+            for n in range(n0, n1):
+                step = self._step(n, y, first)
+                y = step.y_next
+        return y
+
+    def _step(self, n: int, y: Tensor, first: Tensor | None = None) -> Step:
+        return self.integration.method.take(
+            self.integration.f, self._starts[n], self._ends[n], y, times=self._table[n].unbind(),
+            first=first,
+        )  # fmt: skip
+
+    def _time_leaf(self, value: float) -> Tensor | None:
+        if self._t is None:
+            return None
+        return torch.tensor(value, dtype=torch.float64, requires_grad=True)
+
+    def reverse(self, n: int, y: Tensor) -> None:
+        """lambda_n from lambda_{n+1}, given y_n."""
+        integration, cotangents = self.integration, self._cotangents
+        assert cotangents is not None
+        start, end = self._starts[n], self._ends[n]
+        indices = integration.observed(start, end)
+        with torch.enable_grad():
+            y = y.detach().requires_grad_()
+            if self._t is None:
+                times, leaves = None, []
+                step = self._step(n, y)
+            else:
+                leaves = [self._time_leaf(x) for x in (start, end)]
+                times = {i: self._time_leaf(float(integration.times[i])) for i in indices}
+                step = integration.method.take(integration.f, leaves[0], leaves[1], y)
+            if self._y_end is not None:
+                self._check_replay(step)
+            outs, cots = [step.y_next], [self.adjoint]
+            if integration.running_cost is not None and cotangents.cost is not None:
+                outs.append(integration.method.quadrature(integration.running_cost, step))
+                cots.append(cotangents.cost)
+            cotangent = cotangents.of_observations(integration, indices) if indices else None
+            if cotangent is not None:
+                states = integration.observe(step, indices, times)  # type: ignore[arg-type]
+                if integration.loss is not None:
+                    states = integration.losses(indices, states, times)  # type: ignore[arg-type]
+                outs.append(states)
+                cots.append(cotangent)
+        self.adjoint = torch.zeros_like(self.adjoint)
+        self._pull(outs, cots, y, [*leaves, *(times or {}).values()])
+        if self._t is not None:
+            ends, observed = self._last_time_grads[:2], self._last_time_grads[2:]
+            self._time_grads[n] += ends[0]
+            self._time_grads[n + 1] += ends[1]
+            for i, grad in zip(indices, observed, strict=True):
+                self._observation_grads[i] += grad
+
+    def _pull(self, outs: list, cots: list, y: Tensor, leaves: list) -> None:
+        """Add the vector-Jacobian products of `outs` to the adjoint and the gradients."""
+        pairs = [(out, cot) for out, cot in zip(outs, cots, strict=True) if out.requires_grad]
+        grads = torch.autograd.grad(
+            [out for out, _ in pairs], (y, *leaves, *self._params), [cot for _, cot in pairs],
+            allow_unused=True,
+        )  # fmt: skip
+        if grads[0] is not None:
+            self.adjoint = self.adjoint + grads[0]
+        count = 1 + len(leaves)
+        self._last_time_grads = [0.0 if grad is None else grad for grad in grads[1:count]]
+        accumulate(self._param_grads, grads[count:])
+
+    def _check_replay(self, step: Step) -> None:
+        """The first step taken again must give the state that the forward pass stored."""
+        expected, self._y_end = self._y_end, None
+        assert expected is not None
+        got = step.y_next.detach()
+        scale = expected.abs().max() if expected.numel() else expected.new_zeros(()).real
+        eps = torch.finfo(expected.dtype).eps
+        # Rounding may differ between two evaluations (other kernels); a changed f differs by more.
+        if bool(((got - expected).abs() > 1e4 * eps * scale + 1e-30).any()):
+            raise SolveError(
+                "`func` is not the function it was in the forward pass: the last step gives "
+                f"another state (by up to {float((got - expected).abs().max()):.1e}). Something "
+                "that f reads changed in between: an attribute, a counter, a parameter, or random "
+                "numbers",
+                self.integration.stats,
+            )
+
+    def gradients(self):
+        """dL/dy0, dL/dt, dL/dparams."""
+        grad_t = None
+        if self._t is not None:
+            with torch.enable_grad():
+                t = self._t.detach().requires_grad_()
+                moved = self.mesh.differentiable(t)
+            (grad_t,) = torch.autograd.grad(moved, t, self._time_grads)
+            grad_t = grad_t + self._observation_grads.to(grad_t)
+        return self.adjoint, grad_t, self._param_grads
+
+
+def accumulate(totals: list, parts: Sequence[Tensor | None], scale: float = 1.0) -> None:
+    """totals += scale * parts, where a total or a part may be None."""
+    add_to, added = [], []
+    for i, part in enumerate(parts):
+        if part is None:
+            continue
+        if totals[i] is None:
+            totals[i] = part * scale if scale != 1.0 else part.clone()
+        else:
+            add_to.append(totals[i])
+            added.append(part)
+    if add_to:
+        torch._foreach_add_(add_to, added, alpha=scale)
