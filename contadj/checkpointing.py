@@ -25,12 +25,12 @@ State = Any
 Advance = Callable[[State, int, int], State]
 
 
-def check_snapshots(snapshots: int | None) -> None:
-    """Raise unless `snapshots` is None or a positive integer."""
-    if snapshots is None:
+def check_count(argument: str, value: int | None) -> None:
+    """Raise unless an argument is None or a positive integer."""
+    if value is None:
         return
-    if isinstance(snapshots, bool) or not isinstance(snapshots, int) or snapshots < 1:
-        raise ValueError(f"`snapshots` must be None or a positive integer, got {snapshots!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"`{argument}` must be None or a positive integer, got {value!r}")
 
 
 class OfflineSnapshots:

@@ -84,7 +84,7 @@ class StateLayout:
                 f"({len(self.shapes)} leaves), got {len(parts)} leaves"
             )
         return torch.cat([
-            torch.as_tensor(part, dtype=like.real.dtype, device=like.device).expand(shape).reshape(-1)
+            torch.as_tensor(part).to(like.device, like.real.dtype).expand(shape).ravel()
             for part, shape in zip(parts, self.shapes, strict=True)
         ])  # fmt: skip
 
@@ -268,9 +268,10 @@ def graph_leaves(
             continue
         seen.add(id(node))
         keep.append(node)
-        if hasattr(node, "variable"):
-            if id(node.variable) not in known:
-                leaves.append(node.variable)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            if id(variable) not in known:
+                leaves.append(variable)
         elif node._sequence_nr() < start:
             foreign = True
         else:

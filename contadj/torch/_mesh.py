@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 Times = NDArray[np.float64]
@@ -82,7 +82,7 @@ def constant_steps(t: Times, step_size: float) -> Mesh:
     return Mesh(times, shifts=True)
 
 
-def given_steps(t: Times, mesh: Sequence[float]) -> Mesh:
+def given_steps(t: Times, mesh: ArrayLike) -> Mesh:
     """The user's own step times, held fixed but for their ends."""
     times = np.array(mesh, dtype=np.float64)
     direction = np.sign(t[-1] - t[0])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpointing import OfflineSnapshots, check_snapshots
+from ..checkpointing import OfflineSnapshots, check_count
 from . import _tree
 from ._field import graph_leaves
 
@@ -50,7 +50,7 @@ class _Rollout:
         for argument, function in (("stage_cost", stage_cost), ("terminal_cost", terminal_cost)):
             if function is not None and not callable(function):
                 raise TypeError(f"`{argument}` must be callable or None, got {function!r}")
-        check_snapshots(snapshots)
+        check_count("snapshots", snapshots)
         self.step, self.stage_cost, self.terminal_cost = step, stage_cost, terminal_cost
         self.snapshots = snapshots
         self.z0, self._z = _leaves("z0", z0)
@@ -69,7 +69,7 @@ class _Rollout:
                 f"leading axes {sorted(map(str, lengths)) or 'of no tensor at all'} (pass "
                 "torch.arange(H) if the step takes no action)"
             )
-        (self.horizon,) = lengths
+        self.horizon: int = self.actions[0].shape[0]
 
     def action(self, i: int, leaves: Sequence[Tensor] | None = None) -> Any:
         """a[i]."""

@@ -95,14 +95,16 @@ def odeint(
     """
     if event_fn is not None:
         raise ValueError("`event_fn` is not served: use torchdiffeq.odeint_event")
-    names = ("method", "rtol", "atol", "options")
-    given = {
-        name: value
-        for name, value in zip(
-            names, (adjoint_method, adjoint_rtol, adjoint_atol, adjoint_options), strict=True
+    given = [
+        name
+        for name, value in (
+            ("method", adjoint_method),
+            ("rtol", adjoint_rtol),
+            ("atol", adjoint_atol),
+            ("options", adjoint_options),
         )
         if value is not None
-    }
+    ]
     if adjoint_params is not None:
         if params is not None:
             raise ValueError("give `params` or `adjoint_params`, not both")
@@ -110,13 +112,16 @@ def odeint(
     if given:
         if adjoint is not None:
             raise ValueError(
-                f"give `adjoint` or `adjoint_{next(iter(given))}`, not both: write "
-                f"adjoint=BacksolveAdjoint({next(iter(given))}=...)"
+                f"give `adjoint` or `adjoint_{given[0]}`, not both: write "
+                f"adjoint=BacksolveAdjoint({given[0]}=...)"
             )
-        if given.get("options", {}).get("norm") == "seminorm":
-            given["options"] = {k: v for k, v in given["options"].items() if k != "norm"} or None
-            given["seminorm"] = True
-        adjoint = BacksolveAdjoint(**given)
+        own_options = dict(adjoint_options or {})
+        seminorm = own_options.get("norm") == "seminorm"
+        if seminorm:
+            del own_options["norm"]
+        adjoint = BacksolveAdjoint(
+            adjoint_method, adjoint_rtol, adjoint_atol, own_options or None, seminorm
+        )
     return solve(
         func, y0, t, rtol=rtol, atol=atol, method=method, options=options, adjoint=adjoint,
         params=params, control=control, engine=engine, compile=compile,
@@ -221,7 +226,8 @@ def solve(
             f, y, t, times, method, tolerances, options, adjoint, tensors, cost, observed, stats
         )
     else:
-        mesh = parse_options(method, options, times, StepControl(**tolerances))
+        control = StepControl(tolerances["rtol"], tolerances["atol"])
+        mesh = parse_options(method, options, times, control)
         integration = Integration(
             f, RungeKutta(get_tableau(method)), mesh, times, cost, observed, stats
         )

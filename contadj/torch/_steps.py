@@ -105,10 +105,10 @@ class RungeKutta:
         self._error = None if tableau.embedded is None else _nonzero(tableau.b - tableau.embedded)
         # An interpolant one order below the method's is the convention; below that, an observation
         # inside a step is reached by a shortened step of the method itself.
-        self._interpolant = tableau.interpolant
-        order = tableau.interpolant_order
-        if order is None:
-            self._interpolant, order = _hermite(tableau), 3
+        interpolant, order = tableau.interpolant, tableau.interpolant_order
+        if interpolant is None or order is None:
+            interpolant, order = _hermite(tableau), 3
+        self._interpolant = interpolant
         self.interpolates = order >= tableau.order - 1
         self._interpolant_stages = self._interpolant.shape[0]
 
@@ -153,7 +153,7 @@ class RungeKutta:
         if isinstance(h, Tensor):
             h = h.to(y.device, real_dtype(y))
         if times is None:
-            if isinstance(h, Tensor):
+            if isinstance(h, Tensor) or isinstance(t, Tensor):
                 start = time_like(t, y)
                 times = [start + c * h for c in self.nodes]
             else:
@@ -238,8 +238,8 @@ def _hermite(tableau: Tableau) -> np.ndarray:
 class StepControl:
     """Adaptive step-size control.
 
-    A step is accepted when the norm of error / (atol + rtol max(|y_n|, |y_{n+1}|)) is at most 1. The next step size
-    follows the PI rule of Gustafsson (Hairer & Wanner II, IV.2):
+    A step is accepted when the norm of error / (atol + rtol max(|y_n|, |y_{n+1}|)) is at most 1.
+    The next step size follows the PI rule of Gustafsson (Hairer & Wanner II, IV.2):
     h_new = h safety err^(-0.7/q) err_old^(0.4/q), q the order of the embedded solution plus one.
     """
 
@@ -273,7 +273,7 @@ class StepControl:
         return squared.mean().sqrt() if squared.numel() else squared.sum()
 
 
-class StepFailure(Exception):
+class StepError(Exception):
     """Why an adaptive solve cannot go on; turned into a `SolveError` with the statistics."""
 
 
@@ -311,7 +311,7 @@ def adaptive_steps(
 
     Raises
     ------
-    StepFailure
+    StepError
         If f is not finite, if the step size falls below the spacing of floating-point times, or
         after `max_num_steps` attempts.
     """
@@ -335,7 +335,7 @@ def adaptive_steps(
     t, error_before, attempts, rejected, stop = t0, 1e-4, 0, False, 0
     while t != t1:
         if attempts == control.max_num_steps:
-            raise StepFailure(
+            raise StepError(
                 f"`max_num_steps` = {control.max_num_steps} steps were tried and t = {t:.8g} of "
                 f"{t1:.8g} is reached"
             )
@@ -346,7 +346,7 @@ def adaptive_steps(
         h = left if lands else size
         t_next = stops[stop] if lands else t + direction * h
         if t_next == t:
-            raise StepFailure(
+            raise StepError(
                 f"the step size fell to {h:.1e} at t = {t:.8g}, below the spacing of times there: "
                 "the problem is stiff or f is not smooth; use an implicit method or larger "
                 "tolerances"
@@ -356,9 +356,9 @@ def adaptive_steps(
             error = float(control.error_norm(method.error(step), y, step.y_next))
         if not np.isfinite(error):
             if not bool(torch.isfinite(first).all()):
-                raise StepFailure(f"f is not finite at t = {t:.8g}")
+                raise StepError(f"f is not finite at t = {t:.8g}")
             if h < 1e-13 * max(abs(t), abs(t1 - t0)):
-                raise StepFailure(f"f is not finite just after t = {t:.8g}")
+                raise StepError(f"f is not finite just after t = {t:.8g}")
         at_minimum = h <= control.min_step and np.isfinite(error)
         if error <= 1.0 or at_minimum:
             bounded = max(error, 1e-10)

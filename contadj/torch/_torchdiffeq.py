@@ -146,7 +146,7 @@ def solve(
             raise ValueError("`restart_every` needs engine='contadj'")
         forward = _Forward(f, method, tolerances, options, running_cost)
         if torch.is_grad_enabled():
-            value, probe = f.probe(time_like(times[0], y0), y0.detach(), params)
+            _, probe = f.probe(time_like(times[0], y0), y0.detach(), params)
             params = _complete_params(params, probe, adjoint, explicit=False)
         needed = tuple(param for param in params if param.requires_grad)
         ys, cost = _Backsolve.apply(adjoint, forward, times, stats, y0, t, *needed)
@@ -334,4 +334,4 @@ class _Reverse:
 
 def _largest(tolerance: float | Tensor) -> float:
     """One number for the adjoint, whose parameters have no components of the state."""
-    return tolerance if isinstance(tolerance, float) else float(tolerance.max())
+    return float(tolerance.max()) if isinstance(tolerance, Tensor) else tolerance

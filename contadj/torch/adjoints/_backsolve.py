@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from ...tableaus import get_tableau
 from .._errors import ReversalWarning, SolveError
 from .._mesh import Mesh
 from .._options import parse_options
-from .._steps import RungeKutta, StepControl, StepFailure, adaptive_steps, host_time, time_like
+from .._steps import RungeKutta, StepControl, StepError, adaptive_steps, host_time, time_like
 from ._base import Cotangents, Integration, Outputs, ReplayingAdjoint, fixed_steps
 from ._checkpoint import accumulate
 
@@ -111,7 +112,7 @@ class BacksolveAdjoint(ReplayingAdjoint):
         reverse = _ReverseSolve(self, integration, y_end, params, t, cotangents, last_size)
         try:
             result = reverse.run(pieces)
-        except StepFailure as failure:
+        except StepError as failure:
             raise SolveError(
                 f"the reverse-time solve of {type(self).__name__} cannot go on: {failure}; "
                 "CheckpointAdjoint() needs no reverse-time solve",
@@ -257,7 +258,7 @@ class _AugmentedControl(StepControl):
                     continue
                 # Per-component tolerances are those of the state; parameters take their largest.
                 atol, rtol = (
-                    x if isinstance(x, float) else float(x.max()) for x in (self.atol, self.rtol)
+                    float(x.max()) if isinstance(x, Tensor) else x for x in (self.atol, self.rtol)
                 )
                 size = part.abs() if total is None else torch.maximum(total.abs(), part.abs())
                 squares.append((wrong / (atol + rtol * size)).abs().square().sum())
@@ -316,7 +317,7 @@ class _ReverseSolve:
         sign = integration.direction
         stops = sorted({*index, *pieces}, key=lambda s: -sign * s)
         self._jump(len(times) - 1)
-        for start, end in zip(stops[:-1], stops[1:], strict=True):
+        for start, end in pairwise(stops):
             self._integrate(start, end)
             if end in pieces:
                 drift = torch.linalg.vector_norm(self.y - pieces[end]).double()

@@ -18,7 +18,7 @@ from .._steps import (
     RungeKutta,
     Step,
     StepControl,
-    StepFailure,
+    StepError,
     adaptive_steps,
     host_time,
     real_dtype,
@@ -87,7 +87,7 @@ class Integration:
             for step in steps:
                 stats.steps_accepted += 1
                 yield step
-        except StepFailure as failure:
+        except StepError as failure:
             raise SolveError(
                 f"{failure} ({stats.steps_accepted} steps accepted, {stats.steps_rejected} "
                 f"rejected, {self.f.evaluations - before} f evaluations)",
@@ -148,7 +148,11 @@ class Integration:
 
 
 def fixed_steps(
-    method: RungeKutta, times: Times, f: VectorField, y: Tensor, first: Tensor | None = None
+    method: RungeKutta,
+    times: Times,
+    f: Callable[[Tensor, Tensor], Tensor],
+    y: Tensor,
+    first: Tensor | None = None,
 ) -> Iterator[Step]:
     """Steps over given step times, without reading anything back from the device."""
     table = stage_times(method, times, y)

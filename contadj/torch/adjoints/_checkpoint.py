@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...checkpointing import OfflineSnapshots, OnlineSnapshots, check_snapshots
+from ...checkpointing import OfflineSnapshots, OnlineSnapshots, check_count
 from .._errors import SolveError
 from .._mesh import Mesh
 from .._steps import Step, host_time
@@ -38,7 +39,7 @@ class CheckpointAdjoint(ReplayingAdjoint):
     snapshots: int | None = None
 
     def __post_init__(self) -> None:
-        check_snapshots(self.snapshots)
+        check_count("snapshots", self.snapshots)
 
     def forward(self, integration: Integration, y0: Tensor):
         """Solve, keeping states or snapshots of them."""
@@ -107,13 +108,13 @@ class CheckpointAdjoint(ReplayingAdjoint):
         params: tuple[Tensor, ...],
         cotangents: Cotangents,
     ):
-        """The same gradient with a graph: the frozen mesh is walked with a graph, then pulled back."""
+        """The same gradient with a graph: the frozen mesh is walked with one, then pulled back."""
         mesh, _ = notes
         times = t.to("cpu", torch.float64) if t.requires_grad else None
         points = mesh.differentiable(t).unbind() if t.requires_grad else mesh.times.tolist()
         outputs = Outputs(integration)
         y = y0
-        for start, end in zip(points[:-1], points[1:], strict=True):
+        for start, end in pairwise(points):
             step = integration.method.take(integration.f, start, end, y)
             outputs.take(step, times)
             y = step.y_next
@@ -183,7 +184,9 @@ class _Sweep:
             return
         with torch.enable_grad():
             y = y.detach().requires_grad_()
-            time = self._time_leaf(float(self.integration.times[last]))
+            time = None
+            if self._t is not None:
+                time = _time_leaf(float(self.integration.times[last]))
             times = None if time is None else {last: time}
             value = self.integration.losses([last], y[None], times)  # type: ignore[arg-type]
         self._pull([value], [cotangent], y, [] if time is None else [time])
@@ -205,11 +208,6 @@ class _Sweep:
             first=first,
         )  # fmt: skip
 
-    def _time_leaf(self, value: float) -> Tensor | None:
-        if self._t is None:
-            return None
-        return torch.tensor(value, dtype=torch.float64, requires_grad=True)
-
     def reverse(self, n: int, y: Tensor) -> None:
         """lambda_n from lambda_{n+1}, given y_n."""
         integration, cotangents = self.integration, self._cotangents
@@ -222,8 +220,8 @@ class _Sweep:
                 times, leaves = None, []
                 step = self._step(n, y)
             else:
-                leaves = [self._time_leaf(x) for x in (start, end)]
-                times = {i: self._time_leaf(float(integration.times[i])) for i in indices}
+                leaves = [_time_leaf(x) for x in (start, end)]
+                times = {i: _time_leaf(float(integration.times[i])) for i in indices}
                 step = integration.method.take(integration.f, leaves[0], leaves[1], y)
             if self._y_end is not None:
                 self._check_replay(step)
@@ -289,6 +287,10 @@ class _Sweep:
         return self.adjoint, grad_t, self._param_grads
 
 
+def _time_leaf(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64, requires_grad=True)
+
+
 def accumulate(totals: list, parts: Sequence[Tensor | None], scale: float = 1.0) -> None:
     """totals += scale * parts, where a total or a part may be None."""
     add_to, added = [], []
@@ -301,4 +303,4 @@ def accumulate(totals: list, parts: Sequence[Tensor | None], scale: float = 1.0)
             add_to.append(totals[i])
             added.append(part)
     if add_to:
-        torch._foreach_add_(add_to, added, alpha=scale)
+        torch._foreach_add_(add_to, added, alpha=scale)  # pyright: ignore[reportPrivateImportUsage]

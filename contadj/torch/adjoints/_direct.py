@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class DirectAdjoint(Adjoint):
         observation_times = t.to("cpu", torch.float64)
         times = integration.mesh.differentiable(t).unbind()
         y = y0
-        for start, end in zip(times[:-1], times[1:], strict=True):
+        for start, end in pairwise(times):
             step = integration.method.take(integration.f, start, end, y)
             outputs.take(step, observation_times)
             y = step.y_next
