@@ -239,8 +239,9 @@ class StepControl:
     """Adaptive step-size control.
 
     A step is accepted when the norm of error / (atol + rtol max(|y_n|, |y_{n+1}|)) is at most 1.
-    The next step size follows the PI rule of Gustafsson (Hairer & Wanner II, IV.2):
-    h_new = h safety err^(-0.7/q) err_old^(0.4/q), q the order of the embedded solution plus one.
+    The next step size follows the PI rule of Gustafsson, with the exponents that Hairer and
+    Wanner (II, IV.2) use: h_new = h safety err^(-0.85/q) err_old^(0.2/q), q the order of the
+    embedded solution plus one.
     """
 
     rtol: float | Tensor = 1e-7
@@ -332,7 +333,7 @@ def adaptive_steps(
         if size is None:
             size = first_step(control, tableau.order, f, t0, stops[0], y.detach(), first.detach())
     size = min(max(size, control.min_step), control.max_step)
-    t, error_before, attempts, rejected, stop = t0, 1e-4, 0, False, 0
+    t, error_before, attempts, rejected, stop = t0, 1.0, 0, False, 0
     while t != t1:
         if attempts == control.max_num_steps:
             raise StepError(
@@ -361,12 +362,10 @@ def adaptive_steps(
                 raise StepError(f"f is not finite just after t = {t:.8g}")
         at_minimum = h <= control.min_step and np.isfinite(error)
         if error <= 1.0 or at_minimum:
-            bounded = max(error, 1e-10)
-            factor = (
-                control.safety * bounded ** (-0.7 / exponent) * error_before ** (0.4 / exponent)
-            )
-            factor = min(control.ifactor, max(control.dfactor, factor))
-            error_before = max(error, 1e-4)
+            factor = max(error, 1e-10) ** (-0.85 / exponent) * error_before ** (0.2 / exponent)
+            factor = min(control.ifactor, max(control.dfactor, control.safety * factor))
+            # Far below the tolerance the last error says nothing about stability.
+            error_before = max(error, 0.1)
             # A step cut short by a stop says nothing against the size that was planned.
             size = max(h * (min(factor, 1.0) if rejected else factor), size if lands else 0.0)
             step.next_size = size = min(max(size, control.min_step), control.max_step)
