@@ -120,12 +120,34 @@ def _integers(text: str | None) -> list[int] | None:
         ) from None
 
 
-@app.command()
+# The names in the examples are whatever problems come first.
+_ONE, _TWO, *_ = BUILT_IN
+_CONVERGE_HELP = f"""Measure how gradients converge as the step size goes to zero.
+
+For each problem, engine, method and number of steps: the discrete gradient (backpropagation
+through the solver), the continuous one (the adjoint ODE solved backward at the same step size)
+and the exact one. A table then holds the observed orders against the expected ones.
+
+A study that is interrupted and started again continues where it stopped.
+
+Examples:
+
+- contadj converge {_ONE} {_TWO} --method rk4 --method heun2
+
+- contadj converge {_ONE} --backend torch --steps 64,128,256 --dtype float32
+
+- contadj converge my_model.py:problem --jobs 2
+
+- contadj converge --config experiments/quickstart.toml
+"""
+
+
+@app.command(help=_CONVERGE_HELP)
 def converge(
     problems: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="PROBLEM...",
+            metavar="PROBLEM",
             help="A built-in name, NAME(OPTION=VALUE,...), module:attribute or "
             "path/to/file.py:attribute.",
         ),
@@ -157,24 +179,7 @@ def converge(
     ] = None,
     jobs: Annotated[int | None, typer.Option(help="Processes. Default: 1.")] = None,
 ) -> None:
-    """Measure how gradients converge as the step size goes to zero.
-
-    For each problem, engine, method and number of steps: the discrete gradient (backpropagation
-    through the solver), the continuous one (the adjoint ODE solved backward at the same step size)
-    and the exact one. A table then holds the observed orders against the expected ones.
-
-    A study that is interrupted and started again continues where it stopped.
-
-    Examples:
-
-    - contadj converge lin pend --method rk4 --method heun2
-
-    - contadj converge "slow_fast(K=30)" --backend torch --steps 64,128,256
-
-    - contadj converge my_model.py:problem --jobs 2
-
-    - contadj converge --config experiments/quickstart.toml
-    """
+    """Run a study and show what it found."""
     try:
         study = load_study(
             config, problems=problems or None, backends=backend or None, engines=engine or None,

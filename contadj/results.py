@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import pandas as pd
 
 STATUSES = ("ok", "diverged", "failed")
@@ -118,6 +119,8 @@ class Record:
         if self.status not in STATUSES:
             raise ValueError(f"`status` must be one of {', '.join(STATUSES)}; got {self.status!r}")
         for name, value in vars(self).items():
+            if isinstance(value, np.generic):
+                object.__setattr__(self, name, value := value.item())
             if isinstance(value, float) and not math.isfinite(value):
                 object.__setattr__(self, name, None)
 

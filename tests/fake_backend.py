@@ -83,9 +83,7 @@ def gradient_function(problem, *, method, adjoint, engine, dtype, device, max_st
             error = np.nan
         if dtype == "float32":
             error = error + 1e-7
-        gradient = Gradient(
-            exact.cost + h**order, exact.y0, exact.params + error * exact.params[0]
-        )
+        gradient = Gradient(exact.cost + h**order, exact.y0, exact.params + error * exact.params[0])
         direct = adjoint == "DirectAdjoint"
         lambdas = np.exp(-mesh) + h**order * mesh / mesh[-1]
         return Measurement(
@@ -109,4 +107,3 @@ def make_slow(*, problem, framework, **arguments):
         return gradient_at(num_steps)
 
     return slow
-

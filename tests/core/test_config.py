@@ -71,10 +71,10 @@ def test_a_bad_file_is_one_line_that_names_file_and_key(file, line, message):
 
 
 def test_a_study_without_problems_is_refused():
-    with pytest.raises(ValueError, match="settings: `problems` is missing"):
+    with pytest.raises(ValueError, match=r"settings: `problems` is missing"):
         load_study()
 
 
 def test_a_missing_file_is_named():
-    with pytest.raises(ValueError, match="config nowhere.toml: No such file"):
+    with pytest.raises(ValueError, match=r"config nowhere.toml: No such file"):
         load_study("nowhere.toml")

@@ -54,7 +54,7 @@ def test_nothing_is_stated_about_an_unknown_method():
 
 
 def test_an_unknown_quantity_is_refused():
-    with pytest.raises(ValueError, match="`quantity` must be one of discrete.*got 'speed'"):
+    with pytest.raises(ValueError, match=r"`quantity` must be one of discrete.*got 'speed'"):
         expected_order("rk4", "speed")
 
 
@@ -64,7 +64,9 @@ def test_the_order_is_that_of_the_finest_pair_not_of_a_fit():
     result = observed_order(H, errors, NO_FLOOR, None)
     by_hand = math.log2(errors[-2] / errors[-1])
     assert result.order == pytest.approx(by_hand, rel=1e-14)
-    assert len(result.pairwise) == 5 and result.pairwise[0] == pytest.approx(2 + math.log2(13.5 / 7.25))
+    assert len(result.pairwise) == 5 and result.pairwise[0] == pytest.approx(
+        2 + math.log2(13.5 / 7.25)
+    )
 
 
 def test_pairs_that_touch_round_off_are_shown_but_not_used():

@@ -156,7 +156,7 @@ def test_options_of_a_problem_reach_it():
 
 
 def test_an_unknown_problem_is_refused_with_the_list_of_those_there_are():
-    with pytest.raises(ValueError, match="`problem` must be one of lin, nonaut.*got 'linear'"):
+    with pytest.raises(ValueError, match=r"`problem` must be one of lin, nonaut.*got 'linear'"):
         problem_data("linear")
 
 
@@ -206,7 +206,7 @@ def test_the_mesh_steps_on_every_observation_time_and_ends_exactly_at_t1():
 
 
 def test_a_mesh_of_no_steps_is_refused():
-    with pytest.raises(ValueError, match="`num_steps` must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"`num_steps` must be at least 1, got 0"):
         problem().mesh(0)
 
 

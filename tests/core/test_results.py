@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -47,6 +48,11 @@ def test_a_second_run_appends(path):
     assert [one.num_steps for one in read_records(path)] == [8, 16]
 
 
+def test_numpy_scalars_are_stored_as_plain_numbers(path):
+    write(path, record(h=np.float32(0.5), mesh_size=np.int64(3)))
+    assert repr(read_records(path)[0].h) == "0.5" and read_records(path)[0].mesh_size == 3
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_values_that_are_not_finite_are_missing_and_the_file_is_plain_json(path, value):
     write(path, record(gap_error=value))
@@ -84,7 +90,7 @@ def test_a_corrupt_line_in_the_middle_is_an_error_that_names_the_line(path, line
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"records.jsonl, line 2: expected a record.*{reason}"):
         read_records(path)
-    with pytest.raises(ValueError, match="line 2"):
+    with pytest.raises(ValueError, match=r"line 2"):
         RecordFile(path)
     assert path.read_bytes() == content
 
@@ -92,19 +98,19 @@ def test_a_corrupt_line_in_the_middle_is_an_error_that_names_the_line(path, line
 def test_an_unknown_field_is_an_error_that_names_it(path):
     write(path, record())
     path.write_text(path.read_text().replace('"h":', '"H":'))
-    with pytest.raises(ValueError, match="line 1.*unknown H"):
+    with pytest.raises(ValueError, match=r"line 1.*unknown H"):
         read_records(path)
 
 
 def test_a_status_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="`status` must be one of ok, diverged, failed; got 'bad'"):
+    with pytest.raises(ValueError, match=r"`status` must be one of ok, diverged, failed; got 'bad'"):
         record(status="bad")
 
 
 def test_a_cell_that_appears_twice_is_an_error_that_names_the_line(path):
     write(path, record(8))
     path.write_bytes(2 * path.read_bytes())
-    with pytest.raises(ValueError, match="line 2: expected each cell once"):
+    with pytest.raises(ValueError, match=r"line 2: expected each cell once"):
         read_records(path)
 
 
@@ -122,7 +128,7 @@ def test_another_key_or_digest_is_another_cell(change):
 
 
 def test_two_runs_cannot_write_to_one_file(path):
-    with RecordFile(path), pytest.raises(ValueError, match="is being written by another run"):
+    with RecordFile(path), pytest.raises(ValueError, match=r"is being written by another run"):
         RecordFile(path)
     write(path, record())
 
@@ -159,7 +165,7 @@ def test_a_full_disk_is_an_error_that_leaves_the_file_as_it_was(path, monkeypatc
                 patch.setattr(os, "fsync", full)
             else:
                 patch.setattr(file, "_file", HalfWriter(file._file, full))
-            with pytest.raises(OSError, match="No space left"):
+            with pytest.raises(OSError, match=r"No space left"):
                 file.append(record(16))
         assert path.read_bytes() == before
         file.append(record(32))
@@ -204,7 +210,7 @@ class ShortWriter(HalfWriter):
 
 def test_a_directory_that_cannot_be_written_is_an_oserror(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(OSError, match=r"file"):
         RecordFile(tmp_path / "file" / "records.jsonl")
 
 

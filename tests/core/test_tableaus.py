@@ -172,11 +172,11 @@ def test_a_bad_tableau_is_refused(changes, message):
 
 
 def test_coefficients_cannot_be_changed():
-    with pytest.raises(ValueError, match="read-only"):
+    with pytest.raises(ValueError, match=r"read-only"):
         TABLEAUS["rk4"].b[0] = 0
 
 
 @pytest.mark.parametrize("name", ["rk5", None, ["rk4"]])
 def test_an_unknown_method_is_refused_with_the_list_of_those_there_are(name):
-    with pytest.raises(ValueError, match="`method` must be one of euler, midpoint"):
+    with pytest.raises(ValueError, match=r"`method` must be one of euler, midpoint"):
         get_tableau(name)
