@@ -33,6 +33,19 @@ def check_count(argument: str, value: int | None) -> None:
         raise ValueError(f"`{argument}` must be None or a positive integer, got {value!r}")
 
 
+def walk_back(
+    store: OfflineSnapshots | OnlineSnapshots,
+    start: State,
+    advance: Advance,
+    reverse: Callable[[int, State], None],
+) -> None:
+    """Reverse all steps; a second time too (`retain_graph`), by running forward from `start`."""
+    if store.spent and store.num_steps:
+        store = OfflineSnapshots(store.num_steps, store.limit)
+        store.forward(start, advance)
+    store.backward(advance, reverse)
+
+
 class OfflineSnapshots:
     """A sweep over a known number of steps with K stored states.
 
@@ -45,6 +58,9 @@ class OfflineSnapshots:
     """
 
     def __init__(self, num_steps: int, snapshots: int):
+        self.num_steps = num_steps
+        self.limit = snapshots
+        self.spent = False
         self._schedule = MultistageCheckpointSchedule(num_steps, snapshots, 0)
         self._stored: dict[int, State] = {}
         self._work: State = None
@@ -62,6 +78,7 @@ class OfflineSnapshots:
 
     def backward(self, advance: Advance, reverse: Callable[[int, State], None]) -> None:
         """Call `reverse(n, state_n)` for n = N - 1, ..., 0, repeating steps with `advance`."""
+        self.spent = True
         while True:
             action = next(self._schedule)
             if isinstance(action, EndReverse):
@@ -103,7 +120,8 @@ class OnlineSnapshots:
     """
 
     def __init__(self, snapshots: int):
-        self._limit = snapshots
+        self.limit = snapshots
+        self.spent = False
         self._spacing = 1
         self._stored: dict[int, State] = {}
         self.num_steps = 0
@@ -114,22 +132,23 @@ class OnlineSnapshots:
         self.num_steps += 1
         if n % self._spacing:
             return
-        if len(self._stored) == self._limit:
+        if len(self._stored) == self.limit:
             self._spacing *= 2
             self._stored = {m: s for m, s in self._stored.items() if m % self._spacing == 0}
             if n % self._spacing:
                 return
-            if len(self._stored) == self._limit:  # K = 1
+            if len(self._stored) == self.limit:  # K = 1
                 return
         self._stored[n] = state
 
     def backward(self, advance: Advance, reverse: Callable[[int, State], None]) -> None:
         """Call `reverse(n, state_n)` for n = N - 1, ..., 0, repeating steps with `advance`."""
+        self.spent = True
         end = self.num_steps
         while self._stored:
             start, state = self._stored.popitem()
             if end > start:
-                gap = OfflineSnapshots(end - start, self._limit - len(self._stored))
+                gap = OfflineSnapshots(end - start, self.limit - len(self._stored))
 
                 def shifted(state: State, n0: int, n1: int, start: int = start) -> State:
                     return advance(state, start + n0, start + n1)

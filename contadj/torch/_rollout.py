@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpointing import OfflineSnapshots, check_count
+from ..checkpointing import OfflineSnapshots, check_count, walk_back
 from . import _tree
 from ._field import graph_leaves
 
@@ -276,12 +276,12 @@ class _CheckpointedRollout(torch.autograd.Function):
         r, store = ctx.r, ctx.store
         count = len(r.z0)
         leaves, z = ctx.saved_tensors[:-count], ctx.saved_tensors[-count:]
-        _, actions, params = _split(r, leaves)
+        start, actions, params = _split(r, leaves)
         sweep = _Sweep(r, actions, params, g_cost, keep_adjoints=False)
         sweep.checked = ()
         sweep.start(z)
         sweep.adjoint = [x + g for x, g in zip(sweep.adjoint, g_z, strict=True)]
-        store.backward(sweep.advance, sweep.reverse)
+        walk_back(store, start, sweep.advance, sweep.reverse)
         d_actions, d_params = sweep.gradients()
         return None, *sweep.adjoint, *d_actions, *d_params
 

@@ -10,11 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpointing import OfflineSnapshots, OnlineSnapshots, check_count
+from ...checkpointing import OfflineSnapshots, OnlineSnapshots, check_count, walk_back
 from .._errors import SolveError
 from .._mesh import Mesh
 from .._steps import Step, host_time
-from ._base import Cotangents, Integration, Outputs, ReplayingAdjoint, stage_times
+from ._base import (
+    Cotangents,
+    Integration,
+    Outputs,
+    ReplayingAdjoint,
+    accumulate,
+    stage_times,
+)
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,7 @@ class CheckpointAdjoint(ReplayingAdjoint):
             for n in range(sweep.num_steps - 1, -1, -1):
                 sweep.reverse(n, states[n])
         else:
-            store.backward(sweep.advance, sweep.reverse)
+            walk_back(store, y0, sweep.advance, sweep.reverse)
         return sweep.gradients()
 
     def differentiable_backward(
@@ -289,18 +296,3 @@ class _Sweep:
 
 def _time_leaf(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64, requires_grad=True)
-
-
-def accumulate(totals: list, parts: Sequence[Tensor | None], scale: float = 1.0) -> None:
-    """totals += scale * parts, where a total or a part may be None."""
-    add_to, added = [], []
-    for i, part in enumerate(parts):
-        if part is None:
-            continue
-        if totals[i] is None:
-            totals[i] = part * scale if scale != 1.0 else part.clone()
-        else:
-            add_to.append(totals[i])
-            added.append(part)
-    if add_to:
-        torch._foreach_add_(add_to, added, alpha=scale)  # pyright: ignore[reportPrivateImportUsage]
