@@ -4,13 +4,22 @@ from ._errors import ReversalWarning, SolveError, SolveStats
 from ._rollout import RolloutGradient, rollout, rollout_adjoint
 from ._solve import Solution, odeint, solve
 from ._value_grad_and_stats import value_grad_and_stats
-from .adjoints import Adjoint, BacksolveAdjoint, CheckpointAdjoint, DirectAdjoint
+from .adjoints import (
+    Adjoint,
+    BacksolveAdjoint,
+    CheckpointAdjoint,
+    DirectAdjoint,
+    GaussAdjoint,
+    InterpolatingAdjoint,
+)
 
 __all__ = [
     "Adjoint",
     "BacksolveAdjoint",
     "CheckpointAdjoint",
     "DirectAdjoint",
+    "GaussAdjoint",
+    "InterpolatingAdjoint",
     "ReversalWarning",
     "RolloutGradient",
     "Solution",

@@ -326,11 +326,11 @@ def adaptive_steps(
     )
     jumps = set(control.jump_t)
     stops.append(t1)
-    if first is None:
-        first = f(time_like(t0, y), y)
-    with torch.no_grad():
-        size = control.first_step
-        if size is None:
+    size = control.first_step
+    if size is None:
+        if first is None:
+            first = f(time_like(t0, y), y)
+        with torch.no_grad():
             size = first_step(control, tableau.order, f, t0, stops[0], y.detach(), first.detach())
     size = min(max(size, control.min_step), control.max_step)
     t, error_before, attempts, rejected, stop = t0, 1.0, 0, False, 0
@@ -356,7 +356,7 @@ def adaptive_steps(
         with torch.no_grad():
             error = float(control.error_norm(method.error(step), y, step.y_next))
         if not np.isfinite(error):
-            if not bool(torch.isfinite(first).all()):
+            if not bool(torch.isfinite(step.slopes[0]).all()):
                 raise StepError(f"f is not finite at t = {t:.8g}")
             if h < 1e-13 * max(abs(t), abs(t1 - t0)):
                 raise StepError(f"f is not finite just after t = {t:.8g}")
@@ -375,10 +375,10 @@ def adaptive_steps(
             if t == t1:
                 return
             stop += lands
-            reusable = method.fsal and t not in jumps
-            first = step.slopes[-1] if reusable else f(time_like(t, y), y)
+            first = step.slopes[-1] if method.fsal and t not in jumps else None
         else:
             on_reject()
+            first = step.slopes[0]
             factor = control.safety * error ** (-1.0 / exponent) if np.isfinite(error) else 0.0
             size = h * min(1.0, max(control.dfactor, factor))
             size = min(max(size, control.min_step), control.max_step)

@@ -4,5 +4,14 @@ from ._backsolve import BacksolveAdjoint
 from ._base import Adjoint
 from ._checkpoint import CheckpointAdjoint
 from ._direct import DirectAdjoint
+from ._gauss import GaussAdjoint
+from ._interpolating import InterpolatingAdjoint
 
-__all__ = ["Adjoint", "BacksolveAdjoint", "CheckpointAdjoint", "DirectAdjoint"]
+__all__ = [
+    "Adjoint",
+    "BacksolveAdjoint",
+    "CheckpointAdjoint",
+    "DirectAdjoint",
+    "GaussAdjoint",
+    "InterpolatingAdjoint",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._errors import SolveError, SolveStats
+from .._errors import ReversalWarning, SolveError, SolveStats
 from .._field import VectorField, autocast_state, same_context
 from .._mesh import Mesh, Times
 from .._steps import (
@@ -306,3 +307,46 @@ class _Solve(torch.autograd.Function):
             )
         integration.stats.f_evaluations_backward = integration.f.evaluations - before
         return (None, None, grad_y0, grad_t, *grad_params)
+
+
+def check_reversal(on_reversal: str) -> None:
+    """Raise unless `on_reversal` is one of its two values."""
+    if on_reversal not in ("warn", "raise"):
+        raise ValueError(f"`on_reversal` must be 'warn' or 'raise', got {on_reversal!r}")
+
+
+def report_reversal(
+    stats: SolveStats,
+    drift: Tensor,
+    scale: Tensor,
+    tolerance: float,
+    on_reversal: str,
+    remedy: str,
+) -> None:
+    """Record the reversal error, and warn or raise where it is above the tolerance."""
+    stats.reversal_error = error = float(drift / scale) if float(scale) > 0 else float(drift)
+    if error <= tolerance:
+        return
+    message = (
+        f"the state rebuilt in reverse time is off by {error:.1e} of its size (more than "
+        f"`reversal_tolerance` = {tolerance:.1e}): the gradient may be worthless. Use "
+        f"CheckpointAdjoint(), or {remedy}, or smaller steps"
+    )
+    if on_reversal == "raise":
+        raise SolveError(message, stats)
+    warnings.warn(message, ReversalWarning, stacklevel=2)
+
+
+def accumulate(totals: list, parts: Sequence[Tensor | None], scale: float = 1.0) -> None:
+    """totals += scale * parts, where a total or a part may be None."""
+    add_to, added = [], []
+    for i, part in enumerate(parts):
+        if part is None:
+            continue
+        if totals[i] is None:
+            totals[i] = part * scale if scale != 1.0 else part.clone()
+        else:
+            add_to.append(totals[i])
+            added.append(part)
+    if add_to:
+        torch._foreach_add_(add_to, added, alpha=scale)  # pyright: ignore[reportPrivateImportUsage]

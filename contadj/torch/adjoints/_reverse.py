@@ -1,0 +1,439 @@
+"""The adjoint ODE in reverse time: its vector field, the theta-gradient beside it, its solve.
+
+Three adjoints share it. They differ in where y comes from (rebuilt, or the forward solution) and in
+how the theta-gradient is integrated (with the weights of the method, or by Gauss quadrature).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...tableaus import get_tableau
+from .._errors import SolveError
+from .._mesh import Mesh
+from .._options import parse_options
+from .._steps import RungeKutta, Step, StepControl, StepError, adaptive_steps, time_like
+from ._base import Cotangents, Integration, accumulate, fixed_steps
+
+
+@dataclass(frozen=True)
+class ReverseOptions:
+    """The settings of a reverse solve; None takes those of the forward solve."""
+
+    method: str | None
+    rtol: float | None
+    atol: float | None
+    options: Mapping[str, Any] | None
+    seminorm: bool
+
+    def solver(self, integration: Integration) -> tuple[RungeKutta, Mesh | StepControl]:
+        """The method, and its mesh or its step-size control."""
+        forward = integration.mesh
+        method = integration.method
+        if self.method is not None:
+            method = RungeKutta(get_tableau(self.method))
+        if self.options is None and isinstance(forward, Mesh):
+            return method, forward
+        defaults = forward if isinstance(forward, StepControl) else StepControl()
+        given = {"rtol": self.rtol, "atol": self.atol}
+        tolerances = {name: value for name, value in given.items() if value is not None}
+        defaults = replace(defaults, step_t=(), jump_t=(), **tolerances)
+        times = integration.times[::-1].copy()
+        return method, parse_options(method.tableau.name, self.options, times, defaults)
+
+
+class AdjointSystem:
+    """The adjoint ODE, and the theta-gradient as a quadrature beside it.
+
+    The state is (y, lambda) stacked where y is rebuilt, lambda alone where `solution` gives y. The
+    weights of the quadrature are those of the method, so it equals carrying theta_bar as a state,
+    without a parameter-sized vector in every stage.
+
+    Parameters
+    ----------
+    integration : Integration
+    params : tuple of Tensor
+        What the quadrature is over; empty where it is done elsewhere.
+    cotangent : scalar Tensor, optional
+        g, that of the running cost.
+    error_wanted : bool
+        Also integrate the embedded error of the quadrature.
+    solution : callable, optional
+        y(t), t a float.
+    """
+
+    def __init__(
+        self,
+        integration: Integration,
+        params: tuple[Tensor, ...],
+        cotangent: Tensor | None,
+        error_wanted: bool,
+        solution: Callable[[float], Tensor] | None = None,
+    ):
+        self._integration = integration
+        self._params = params
+        self._cost_cotangent = cotangent
+        self._solution = solution
+        self._error_wanted = error_wanted
+        none: list[Tensor | None] = [None] * len(params)
+        self.totals, self.pending, self.pending_error = list(none), list(none), list(none)
+        self._first = self._last = none
+        self._accepted = True
+        self._stage = -1
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether y is part of the state."""
+        return self._solution is None
+
+    def begin(self, method: RungeKutta, h: float, reused: bool) -> None:
+        """A step of size h is about to be tried; its first stage may be known already."""
+        self._b = method.tableau.b
+        self._e = None
+        if self._error_wanted and method.tableau.embedded is not None:
+            self._e = method.tableau.b - method.tableau.embedded
+        self._h = h
+        self._stage = 0
+        self.pending = [None] * len(self._params)
+        self.pending_error = [None] * len(self._params)
+        if reused:
+            # After an accepted step it is that step's last stage, after a rejected one its first.
+            self._add(self._last if self._accepted else self._first)
+        self._accepted = False
+
+    def accept(self) -> None:
+        """The step tried last was accepted."""
+        accumulate(self.totals, self.pending)
+        self._accepted = True
+        self._stage = -1
+
+    def _add(self, integrands: Sequence[Tensor | None]) -> None:
+        i = self._stage
+        self._last = list(integrands)
+        if i == 0:
+            self._first = self._last
+        if self._b[i] != 0.0:
+            accumulate(self.pending, integrands, -self._h * float(self._b[i]))
+        if self._e is not None and self._e[i] != 0.0:
+            accumulate(self.pending_error, integrands, -self._h * float(self._e[i]))
+        self._stage += 1
+
+    def __call__(self, t: Tensor, z: Tensor) -> Tensor:
+        """The derivative of the state."""
+        if self._solution is None:
+            slope, grads = self.pull(t, z[0], z[1], self._params)
+        else:
+            slope, grads = self.pull(t, self._solution(self._time(t)), z, self._params)
+        if self._stage >= 0:
+            self._add(grads[1:])
+        back = torch.zeros_like(slope) if grads[0] is None else grads[0].neg()
+        return torch.stack([slope, back]) if self._solution is None else back
+
+    def _time(self, t: Tensor) -> float:
+        """The stage's time in float64: the tensor beside a float32 state has lost digits."""
+        if self._stage < 0:
+            return float(t)
+        return self.stage_time(self._stage)
+
+    stage_time: Callable[[int], float]
+
+    def pull(
+        self, t: Tensor, y: Tensor, adjoint: Tensor, params: tuple[Tensor, ...], with_y: bool = True
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """f(t, y), and f_y^T lambda + g c_y, then f_theta^T lambda + g c_theta."""
+        integration = self._integration
+        with torch.enable_grad():
+            y = y.detach().requires_grad_()
+            slope = integration.f(t, y)
+            outs, cots = [slope], [adjoint]
+            if integration.running_cost is not None and self._cost_cotangent is not None:
+                outs.append(integration.running_cost(t, y))
+                cots.append(self._cost_cotangent)
+        pairs = [(out, cot) for out, cot in zip(outs, cots, strict=True) if out.requires_grad]
+        inputs = (y, *params) if with_y else params
+        if not pairs or not inputs:
+            return slope.detach(), [None] * len(inputs)
+        grads = torch.autograd.grad(
+            [out for out, _ in pairs], inputs, [cot for _, cot in pairs], allow_unused=True
+        )
+        return slope.detach(), grads
+
+
+class AdjointMethod(RungeKutta):
+    """A Runge-Kutta step of the adjoint system: it announces each attempt."""
+
+    def take(self, f, t, t_next, y, **more):  # type: ignore[override]
+        """Take one step."""
+        h = t_next - t
+        f.begin(self, h, reused=more.get("first") is not None)
+        f.stage_time = lambda i: float(t + self.nodes[i] * h) if self.nodes[i] != 1 else t_next
+        return super().take(f, t, t_next, y, **more)
+
+
+@dataclass(frozen=True)
+class AdjointControl(StepControl):
+    """Error control of the adjoint system: the largest of the norms of its parts."""
+
+    system: AdjointSystem | None = None
+    seminorm: bool = False
+
+    @staticmethod
+    def of(control: StepControl, system: AdjointSystem, seminorm: bool) -> AdjointControl:
+        """The control of a forward solve, for the adjoint system."""
+        values = {entry.name: getattr(control, entry.name) for entry in fields(StepControl)}
+        return AdjointControl(**values, system=system, seminorm=seminorm)
+
+    def _parts(self, z: Tensor) -> Sequence[Tensor]:
+        assert self.system is not None
+        return z.unbind() if self.system.rebuilds else (z,)
+
+    def error_norm(self, error: Tensor, y: Tensor, y_next: Tensor) -> Tensor:
+        """Norm of the scaled error; at most 1 for an acceptable step."""
+        parts = [
+            StepControl.error_norm(self, *part)
+            for part in zip(self._parts(error), self._parts(y), self._parts(y_next), strict=True)
+        ]
+        assert self.system is not None
+        if not self.seminorm:
+            squares, count = [], 0
+            for total, part, wrong in zip(
+                self.system.totals, self.system.pending, self.system.pending_error, strict=True
+            ):
+                if wrong is None or part is None:
+                    continue
+                # Per-component tolerances are those of the state; parameters take their largest.
+                atol, rtol = (
+                    float(x.max()) if isinstance(x, Tensor) else x for x in (self.atol, self.rtol)
+                )
+                size = part.abs() if total is None else torch.maximum(total.abs(), part.abs())
+                squares.append((wrong / (atol + rtol * size)).abs().square().sum())
+                count += wrong.numel()
+            if count:
+                parts.append((torch.stack(squares).sum() / count).sqrt())
+        return torch.stack([part.double() for part in parts]).max()
+
+    def scaled_norm(self, value: Tensor, y: Tensor) -> Tensor:
+        """Norm of a value scaled by the tolerances at y."""
+        pairs = zip(self._parts(value), self._parts(y), strict=True)
+        return torch.stack([StepControl.scaled_norm(self, *pair) for pair in pairs]).max()
+
+
+class ReverseSolve:
+    """One reverse-time solve of the adjoint ODE, from the last observation time to the first.
+
+    Parameters
+    ----------
+    settings : ReverseOptions
+    integration : Integration
+    y : Tensor
+        The state at the end.
+    params : tuple of Tensor
+    t : Tensor
+        The user's observation times.
+    cotangents : Cotangents
+    first_step : float, optional
+        Size of the first reverse step, where error control chooses the next ones.
+    solution : callable, optional
+        y(t); without it y is rebuilt.
+    quadrature : int
+        Number of Gauss nodes per step for the theta-gradient; 0 uses the stages of the method.
+    """
+
+    def __init__(
+        self,
+        settings: ReverseOptions,
+        integration: Integration,
+        y: Tensor,
+        params: tuple[Tensor, ...],
+        t: Tensor,
+        cotangents: Cotangents,
+        first_step: float | None = None,
+        solution: Callable[[float], Tensor] | None = None,
+        quadrature: int = 0,
+    ):
+        self.integration = integration
+        self._cotangents = cotangents
+        self._params = params
+        self._y = y
+        self._adjoint = torch.zeros_like(y)
+        self._like_t = t if t.requires_grad else None
+        self._time_grads = torch.zeros(len(integration.times), dtype=torch.float64)
+        method, self._mesh = settings.solver(integration)
+        self._method = AdjointMethod(method.tableau)
+        adaptive = isinstance(self._mesh, StepControl)
+        self._gauss = gauss_nodes(quadrature) if quadrature else None
+        self.system = AdjointSystem(
+            integration,
+            () if quadrature else params,
+            cotangents.cost,
+            adaptive and not settings.seminorm,
+            solution,
+        )
+        self._totals: list[Tensor | None] = [None] * len(params)
+        self._solution = solution
+        self._control = None
+        if isinstance(self._mesh, StepControl):
+            self._control = AdjointControl.of(self._mesh, self.system, settings.seminorm)
+        self._size = first_step or None
+        self.reversal_error = torch.zeros((), dtype=torch.float64, device=y.device)
+
+    def run(self, pieces: Mapping[float, Tensor]):
+        """Integrate to the first observation time.
+
+        Parameters
+        ----------
+        pieces : mapping of float to Tensor
+            Stored states by time, where the rebuilt y is compared and set back.
+
+        Returns
+        -------
+        dL/dy0, dL/dt or None, dL/dparams
+
+        Raises
+        ------
+        StepError
+            If error control cannot go on.
+        """
+        times = self.integration.times
+        index = {float(time): i for i, time in enumerate(times)}
+        sign = self.integration.direction
+        stops = sorted({*index, *pieces}, key=lambda s: -sign * s)
+        self._jump(len(times) - 1)
+        for start, end in pairwise(stops):
+            self._integrate(start, end)
+            if end in pieces:
+                if self.system.rebuilds:
+                    drift = torch.linalg.vector_norm(self._y - pieces[end]).double()
+                    # maximum keeps NaN.
+                    self.reversal_error = torch.maximum(self.reversal_error, drift)
+                self._y = pieces[end].detach()
+            elif self._solution is not None:
+                self._y = self._solution(end)
+            if end in index:
+                if index[end] == 0 and self._like_t is not None:
+                    self._time_grads[0] -= self._along(0, self._adjoint) + self._cost_rate(0)
+                self._jump(index[end])
+        grad_t = None if self._like_t is None else self._time_grads.to(self._like_t)
+        if self.system.totals:
+            accumulate(self._totals, self.system.totals)
+        return self._adjoint, grad_t, self._totals
+
+    def _integrate(self, start: float, end: float) -> None:
+        stats = self.integration.stats
+        z = torch.stack([self._y, self._adjoint]) if self.system.rebuilds else self._adjoint
+        if self._control is not None:
+            control = replace(self._control, first_step=self._size or self._control.first_step)
+            steps = adaptive_steps(
+                self._method, control, self.system, start, end, z, None, self._count_rejected
+            )
+        else:
+            steps = fixed_steps(self._method, self._mesh_between(start, end), self.system, z)
+        for step in steps:
+            self.system.accept()
+            if self._gauss is not None:
+                self._add_quadrature(step)
+            stats.backward_steps_accepted += 1
+            self._size = step.next_size
+            z = step.y_next
+        if self.system.rebuilds:
+            self._y, self._adjoint = z.unbind()
+        else:
+            self._adjoint = z
+
+    def _add_quadrature(self, step: Step) -> None:
+        """theta_bar += int (f_theta^T lambda + g c_theta) over the step, by Gauss quadrature."""
+        assert self._gauss is not None and self._solution is not None
+        start, end = step.t, step.t_next
+        assert isinstance(start, float) and isinstance(end, float)
+        h = end - start
+        for x, weight in zip(*self._gauss, strict=True):
+            t = start + x * h
+            with torch.no_grad():
+                adjoint = self._method.evaluate(self.system, step, t)
+                y = self._solution(t)
+            _, grads = self.system.pull(time_like(t, y), y, adjoint, self._params, with_y=False)
+            accumulate(self._totals, grads, -h * weight)
+
+    def _count_rejected(self) -> None:
+        self.integration.stats.backward_steps_rejected += 1
+
+    def _mesh_between(self, start: float, end: float) -> np.ndarray:
+        """The reverse step times from start to end, both included."""
+        assert isinstance(self._mesh, Mesh)
+        times = self._mesh.times
+        low, high = sorted((start, end))
+        inner = times[(times > low) & (times < high)]
+        whole = np.concatenate([[low], np.sort(inner), [high]])
+        return whole if start < end else whole[::-1].copy()
+
+    def _jump(self, i: int) -> None:
+        """lambda jumps by dC/dy(t_i); the observation time moves along f."""
+        integration = self.integration
+        cotangent = self._cotangents.of_observations(integration, [i])
+        if cotangent is not None:
+            jump = cotangent[0] if integration.loss is None else self._loss_jump(i, cotangent)
+            self._adjoint = self._adjoint + jump
+            if self._like_t is not None and i > 0:
+                self._time_grads[i] += self._along(i, jump)
+        if self._like_t is not None and i == len(integration.times) - 1:
+            self._time_grads[i] += self._cost_rate(i)
+
+    def _loss_jump(self, i: int, cotangent: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = self._y.detach().requires_grad_()
+            leaf = torch.tensor(float(self.integration.times[i]), dtype=torch.float64)
+            times: Any = None
+            if self._like_t is not None:
+                times = {i: leaf.requires_grad_()}
+            value = self.integration.losses([i], y[None], times)
+        if not value.requires_grad:
+            return torch.zeros_like(y)
+        inputs = (y, *(() if times is None else (leaf,)), *self._params)
+        grads = list(torch.autograd.grad(value, inputs, cotangent, allow_unused=True))
+        jump = grads.pop(0)
+        if times is not None:
+            grad = grads.pop(0)
+            self._time_grads[i] += 0.0 if grad is None else grad
+        accumulate(self._totals, grads)
+        return torch.zeros_like(y) if jump is None else jump
+
+    def _along(self, i: int, cotangent: Tensor) -> Tensor:
+        """Re <cotangent, f(t_i, y)>."""
+        with torch.no_grad():
+            time = time_like(float(self.integration.times[i]), self._y)
+            slope = self.integration.f(time, self._y)
+        return (cotangent.conj() * slope).sum().real.double().cpu()
+
+    def _cost_rate(self, i: int) -> Tensor | float:
+        integration = self.integration
+        if integration.running_cost is None or self._cotangents.cost is None:
+            return 0.0
+        with torch.no_grad():
+            time = time_like(float(integration.times[i]), self._y)
+            rate = integration.running_cost(time, self._y)
+        return (self._cotangents.cost * rate).double().cpu()
+
+
+def gauss_nodes(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Nodes and weights of Gauss-Legendre quadrature on [0, 1]; exact to degree 2 count - 1."""
+    x, w = np.polynomial.legendre.leggauss(count)
+    return (x + 1) / 2, w / 2
+
+
+def solve_or_explain(adjoint: Any, reverse: ReverseSolve, pieces: Mapping[float, Tensor]):
+    """Run a reverse solve; a failure of error control becomes a `SolveError`."""
+    try:
+        return reverse.run(pieces)
+    except StepError as failure:
+        raise SolveError(
+            f"the reverse-time solve of {type(adjoint).__name__} cannot go on: {failure}; "
+            "CheckpointAdjoint() needs no reverse-time solve",
+            reverse.integration.stats,
+        ) from None
