@@ -9,7 +9,7 @@ writes to buffers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,8 +142,15 @@ class VectorField:
         self._checked = True
         return self.layout.flatten(tree)
 
-    def probe(self, t: Tensor, y: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, Probe]:
-        """Evaluate f with a graph and report what it did.
+    def probe(
+        self,
+        t: Tensor,
+        y: Tensor,
+        params: Sequence[Tensor],
+        costs: Mapping[str, Callable[[Tensor, Tensor], Tensor]],
+        keep_graph: bool = False,
+    ) -> tuple[Tensor, Probe]:
+        """Evaluate f, and the costs, with a graph and report what they did.
 
         Parameters
         ----------
@@ -152,43 +159,87 @@ class VectorField:
             Flat state.
         params : sequence of Tensor
             The tensors that gradients are asked for already; the walk through the graph ends there.
+        costs : mapping of str to callable
+            Scalar functions of (t, y), by the name of their argument.
+        keep_graph : bool
+            Return f(t, y) with its graph, back to y too.
 
         Returns
         -------
         value : Tensor
-            f(t, y), detached.
+            f(t, y).
         Probe
+
+        Raises
+        ------
+        ValueError
+            If f depends on y in a way that its graph does not show.
         """
-        start = y.detach().requires_grad_()
+        start = y.view_as(y) if keep_graph and y.requires_grad else y.detach().requires_grad_()
         buffers = list(self.func.buffers()) if isinstance(self.func, nn.Module) else []
         versions = [buffer._version for buffer in buffers]
         random_before = _random_state(y.device)
+        differentiates: list[bool] = []  # whether f's own derivative in y has a graph
         with torch.enable_grad():
             first_node = (start.real * 1).grad_fn
+            hook = start.register_hook(lambda grad: differentiates.append(torch.is_grad_enabled()))
             self.evaluations += 1
             value = self._checked_once(t, start)
+            hook.remove()
         draws_random = any(
             not torch.equal(before, after)
             for before, after in zip(random_before, _random_state(y.device), strict=True)
         )
         written = [b for b, version in zip(buffers, versions, strict=True) if b._version != version]
-        leaves, foreign = graph_leaves(value, first_node, params)
-        if value.grad_fn is None:
-            self._require_constant(t, y, value)
-        hidden = [leaf for leaf in leaves if leaf is not start]
-        return value.detach(), Probe(hidden, foreign, draws_random, written)
+        known = (*params, start)
+        leaves, foreign, reached = graph_leaves(value, first_node, known)
+        hidden = {"func": leaves}
+        if id(start) not in reached:
+            self._require_constant(t, y, value.detach())
+        elif False in differentiates:
+            self._require_derivative(t, start, value)
+        outside = ["func"] if foreign else []
+        for name, cost in costs.items():
+            with torch.enable_grad():
+                hidden[name], foreign, _ = graph_leaves(cost(t, start), first_node, known)
+            outside += [name] if foreign else []
+        probe = Probe(
+            {name: found for name, found in hidden.items() if found}, outside, draws_random, written
+        )
+        return (value if keep_graph else value.detach()), probe
 
     def _require_constant(self, t: Tensor, y: Tensor, value: Tensor) -> None:
-        """A result without a graph is right only if it does not depend on y."""
+        """A result whose graph does not reach y is right only if it does not depend on y."""
         moved = y.detach() + 0.01 * (1.0 + y.detach().abs())
         with torch.enable_grad():
             self.evaluations += 1
             again = self._evaluate(t, moved.requires_grad_()).detach()
         if not torch.equal(again.nan_to_num(), value.nan_to_num()):
             raise ValueError(
-                "`func` depends on y but its result has no graph, so every gradient would be zero: "
-                "look for .detach(), .data, numpy, or torch.autograd.grad without "
+                "`func` depends on y but the graph of its result does not reach y, so the gradient "
+                "would be wrong: look for .detach(), .data, numpy, or torch.autograd.grad without "
                 "create_graph=True inside it"
+            )
+
+    def _require_derivative(self, t: Tensor, y: Tensor, value: Tensor) -> None:
+        """Where f differentiates something without a graph, try its derivative along y."""
+        eps = torch.finfo(value.dtype).eps ** (1 / 3)
+        with torch.enable_grad():
+            self.evaluations += 2
+            step = eps * (1.0 + y.detach().abs())
+            ahead, behind = (
+                self._evaluate(t, (y.detach() + sign * step).requires_grad_()).detach()
+                for sign in (1.0, -1.0)
+            )
+            (got,) = torch.autograd.grad(value, y, torch.ones_like(value), retain_graph=True)
+        want = (ahead - behind).sum() / 2
+        slope = (got.conj() * step).sum()
+        size = (ahead - behind).abs().sum() + (got * step).abs().sum()
+        if bool((want.real - slope.real).abs() > 0.01 * size):
+            raise ValueError(
+                "`func` calls torch.autograd.grad without create_graph=True, so that part of its "
+                "dependence on y has no graph and the gradient would be wrong: pass "
+                "create_graph=True"
             )
 
     def _check(self, tree: Any, y: Tensor) -> None:
@@ -219,22 +270,24 @@ class VectorField:
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """What one evaluation of f did.
+    """What one evaluation of f and the costs did.
 
     Parameters
     ----------
-    hidden : list of Tensor
-        Leaves that need a gradient and are not among the parameters.
-    foreign : bool
-        f used a tensor with a graph of its own, computed outside, that is not among the parameters.
+    hidden : dict of str to list of Tensor
+        Leaves that need a gradient and are not among the parameters, by the argument that used
+        them.
+    foreign : list of str
+        The arguments that used a tensor with a graph of its own, computed outside, that is not
+        among the parameters.
     draws_random : bool
         f advanced a random number generator.
     written_buffers : list of Tensor
         Buffers of the module that f wrote to.
     """
 
-    hidden: list[Tensor]
-    foreign: bool
+    hidden: dict[str, list[Tensor]]
+    foreign: list[str]
     draws_random: bool
     written_buffers: list[Tensor]
 
@@ -248,35 +301,53 @@ def _random_state(device: torch.device) -> list[Tensor]:
 
 def graph_leaves(
     value: Tensor, first_node: Any, params: Sequence[Tensor]
-) -> tuple[list[Tensor], bool]:
-    """Leaves that need a gradient in the graph of `value`, and whether it leaves f's own graph.
+) -> tuple[list[Tensor], bool, set[int]]:
+    """Leaves that need a gradient in a graph, whether it leaves f's own, and the params it reaches.
 
     Nodes older than `first_node` were made before f was called: their tensors came from outside.
-    `_sequence_nr` is private; used with torch 2.11 to 2.13.
+    The params reached are given by their `id`. `_sequence_nr` is private; used with torch 2.11 to
+    2.13.
     """
     known = {id(param) for param in params}
-    boundary = [param.grad_fn for param in params if param.grad_fn is not None]
-    seen = {id(node) for node in boundary}
+    # An output of a node is a param, not the node: `unbind` makes several.
+    boundary = {
+        (id(param.grad_fn), param.output_nr): id(param)
+        for param in params
+        if param.grad_fn is not None
+    }
     start = -1 if first_node is None else first_node._sequence_nr()
     leaves: list[Tensor] = []
+    reached: set[int] = set()
     foreign = False
-    keep = [*boundary]  # node wrappers must stay alive for their ids to stay theirs
-    stack = [value.grad_fn]
+    seen: set[int] = set()
+    keep: list[Any] = []  # node wrappers must stay alive for their ids to stay theirs
+    keep.extend(param.grad_fn for param in params)
+    stack = [(value.grad_fn, value.output_nr)]
+    if value.grad_fn is None and value.requires_grad:
+        leaf = [value] if id(value) not in known else []
+        return leaf, False, {id(value)} & known
     while stack:
-        node = stack.pop()
-        if node is None or id(node) in seen:
+        node, output = stack.pop()
+        if node is None:
+            continue
+        keep.append(node)
+        if (id(node), output) in boundary:
+            reached.add(boundary[id(node), output])
+            continue
+        if id(node) in seen:
             continue
         seen.add(id(node))
-        keep.append(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
-            if id(variable) not in known:
+            if id(variable) in known:
+                reached.add(id(variable))
+            else:
                 leaves.append(variable)
         elif node._sequence_nr() < start:
             foreign = True
         else:
-            stack.extend(parent for parent, _ in node.next_functions)
-    return leaves, foreign
+            stack.extend(node.next_functions)
+    return leaves, foreign, reached
 
 
 @contextlib.contextmanager

@@ -218,7 +218,7 @@ class _Sweep:
 
 def _refuse_hidden(outs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
     for out in outs:
-        leaves, _ = graph_leaves(out, None, known)
+        leaves, *_ = graph_leaves(out, None, known)
         if leaves:
             raise ValueError(
                 f"`step` or a cost uses a tensor of shape {tuple(leaves[0].shape)} that needs a "

@@ -232,10 +232,15 @@ def solve(
             f, RungeKutta(get_tableau(method)), mesh, times, cost, observed, stats
         )
         tracing = torch.is_grad_enabled()
-        if isinstance(adjoint, ReplayingAdjoint) and tracing:
-            integration.first, probe = f.probe(time_like(times[0], y), y.detach(), tensors)
-            tensors = _complete_params(tensors, probe, adjoint, chosen is not None)
-            integration.buffers = probe.written_buffers
+        if tracing:
+            replays = isinstance(adjoint, ReplayingAdjoint)
+            integration.first, probe = f.probe(
+                time_like(times[0], y), y, tensors, _costs(cost, observed) if replays else {},
+                keep_graph=not replays,
+            )  # fmt: skip
+            if replays:
+                tensors = _complete_params(tensors, probe, adjoint, chosen is not None)
+                integration.buffers = probe.written_buffers
         needed = tuple(param for param in tensors if param.requires_grad)
         outputs = adjoint.solve(integration, y, t, needed)
         _check_finite(integration, y, outputs)
@@ -336,16 +341,30 @@ def _complete_params(
         )
     if probe.foreign:
         raise ValueError(
-            "`func` uses a tensor that was computed outside it and needs a gradient: pass it in "
-            "`params=(..., that_tensor)`, or use DirectAdjoint()"
+            f"`{probe.foreign[0]}` uses a tensor that was computed outside it and needs a "
+            "gradient: pass it in `params=(..., that_tensor)`, or use DirectAdjoint()"
         )
-    if probe.hidden and explicit:
-        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in probe.hidden)
+    hidden = [leaf for leaves in probe.hidden.values() for leaf in leaves]
+    if hidden and explicit:
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in hidden)
         raise ValueError(
-            f"`func` uses {len(probe.hidden)} tensor(s) that need a gradient and are not in "
-            f"`params` (shapes {shapes}): add them, or call .requires_grad_(False) on them"
+            f"`{next(iter(probe.hidden))}` uses {len(hidden)} tensor(s) that need a gradient and "
+            f"are not in `params` (shapes {shapes}): add them, or call .requires_grad_(False) on "
+            "them"
         )
-    return _unique((*params, *probe.hidden))
+    return _unique((*params, *hidden))
+
+
+def _costs(
+    running_cost: Callable[..., Tensor] | None, loss: Callable[..., Tensor] | None = None
+) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """The costs as functions of (t, y), by the name of their argument."""
+    costs: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
+    if running_cost is not None:
+        costs["running_cost"] = running_cost
+    if loss is not None:
+        costs["loss"] = lambda t, y: loss(0, t, y)
+    return costs
 
 
 def _check_finite(integration: Integration, y0: Tensor, outputs: tuple) -> None:

@@ -128,7 +128,7 @@ def solve(
     stats: SolveStats,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Solve through torchdiffeq, with `DirectAdjoint` or `BacksolveAdjoint`."""
-    from ._solve import _complete_params
+    from ._solve import _complete_params, _costs
     from .adjoints import BacksolveAdjoint, DirectAdjoint
 
     if isinstance(adjoint, DirectAdjoint):
@@ -146,7 +146,7 @@ def solve(
             raise ValueError("`restart_every` needs engine='contadj'")
         forward = _Forward(f, method, tolerances, options, running_cost)
         if torch.is_grad_enabled():
-            _, probe = f.probe(time_like(times[0], y0), y0.detach(), params)
+            _, probe = f.probe(time_like(times[0], y0), y0, params, _costs(running_cost))
             params = _complete_params(params, probe, adjoint, explicit=False)
         needed = tuple(param for param in params if param.requires_grad)
         ys, cost = _Backsolve.apply(adjoint, forward, times, stats, y0, t, *needed)

@@ -40,6 +40,7 @@ class DirectAdjoint(Adjoint):
             with torch.no_grad():
                 ends = [step.t_next for step in integration.steps(y0)]
             integration.mesh = Mesh.found(integration.times[0], ends)
+        integration.first = None
         outputs = Outputs(integration)
         before = integration.f.evaluations
         observation_times = t.to("cpu", torch.float64)
