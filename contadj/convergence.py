@@ -267,8 +267,8 @@ def solve_reference(make: Make, series: Series) -> Reference:
             solves[num_steps] = _attempt(lambda: gradient_at(num_steps))
         return solves[num_steps]
 
-    num_steps, best, error = first, 2 * first, math.inf
-    while 2 * num_steps <= finest and error > 4 * np.finfo(np.float64).eps:
+    num_steps, best, error, round_off = first, 2 * first, math.inf, 0.0
+    while 2 * num_steps <= finest and error > round_off:
         coarse, fine = solve(num_steps), solve(2 * num_steps)
         num_steps *= 2
         if isinstance(coarse, Failure) or isinstance(fine, Failure):
@@ -278,6 +278,7 @@ def solve_reference(make: Make, series: Series) -> Reference:
         if difference >= error:
             break
         best, error = num_steps, difference
+        round_off = round_off_floor("float64", len(fine.mesh) - 1) / 10
     for_adjoint = max(best, common)
     gradient, fine, coarse = solve(best), solve(for_adjoint), solve(for_adjoint // 2)
     for outcome in (gradient, fine, coarse):

@@ -140,8 +140,8 @@ class ObservedOrder:
     usable : tuple of bool
         Whether both errors of the pair are above the round-off floor.
     state : str
-        "as expected", "deviates", "at round-off", "not enough pairs", "still changing" (not yet
-        at the expected order, but a quarter closer with each refinement) or "no statement".
+        "as expected", "deviates", "at round-off", "not enough pairs", "still changing" (not at
+        the expected order, but still coming closer) or "no statement".
     reason : str
         One line; empty where the order is as expected.
     """
@@ -220,7 +220,7 @@ def _judge(
     distance = abs(order - expected.order)
     if distance <= expected.tolerance:
         return "as expected", ""
-    if distance <= 0.75 * abs(before - expected.order):
+    if abs(before - expected.order) - distance > expected.tolerance / 3:
         return "still changing", f"{before:.2f}, {order:.2f} on the way to {expected.order:g}"
     how = "faster" if order > expected.order else "slower"
     return "deviates", f"converges {how} than {expected.order:g}: {before:.2f}, {order:.2f}"

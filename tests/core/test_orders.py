@@ -99,6 +99,10 @@ def judged(errors, method="heun2", quantity="discrete", floor=1e-13):
         ([h**5.41 for h in H], {"method": "dopri5"}, "deviates"),
         # Each halving of h halves the distance to 2.
         ([h**2 * math.exp(200 * h) for h in H], {}, "still changing"),
+        # A leading term of order 2 under a larger one of order 3, hardly seen yet: 2.86, 2.76.
+        ([h**2 + 1000 * h**3 for h in H], {}, "still changing"),
+        # Towards 2 by 0.03 in the last step: settled elsewhere.
+        ([8.0**-3 * 2 ** (-3.0 * k + 0.03 * max(k - 4, 0)) for k in range(6)], {}, "deviates"),
         ([1e-15] * 6, {}, "at round-off"),
         ([0.0] * 6, {}, "at round-off"),
         ([1e-2, 2.5e-3, 1e-14, 1e-14, 1e-14, 1e-14], {}, "not enough pairs"),

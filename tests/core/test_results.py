@@ -103,7 +103,9 @@ def test_an_unknown_field_is_an_error_that_names_it(path):
 
 
 def test_a_status_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match=r"`status` must be one of ok, diverged, failed; got 'bad'"):
+    with pytest.raises(
+        ValueError, match=r"`status` must be one of ok, diverged, failed; got 'bad'"
+    ):
         record(status="bad")
 
 
