@@ -11,6 +11,7 @@ from .adjoints import (
     DirectAdjoint,
     GaussAdjoint,
     InterpolatingAdjoint,
+    ReversibleAdjoint,
 )
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "GaussAdjoint",
     "InterpolatingAdjoint",
     "ReversalWarning",
+    "ReversibleAdjoint",
     "RolloutGradient",
     "Solution",
     "SolveError",

@@ -45,6 +45,14 @@ class Mesh:
         ends = t[[0, -1]]
         return torch.from_numpy(self.times) + (ends - ends.detach()) @ moves
 
+    def pullback(self, t: Tensor, grad_times: Tensor, grad_observations: Tensor) -> Tensor:
+        """dL/dt from dL/d(step times) and dL/d(observation times)."""
+        with torch.enable_grad():
+            leaf = t.detach().requires_grad_()
+            moved = self.differentiable(leaf)
+        (grad,) = torch.autograd.grad(moved, leaf, grad_times)
+        return grad + grad_observations.to(grad)
+
     @staticmethod
     def found(t0: float, ends: Sequence[float | Tensor]) -> Mesh:
         """The mesh that error control took, frozen."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from ..tableaus import Tableau
@@ -55,6 +56,11 @@ class Step:
     stages: list[Tensor]
     times: Sequence[Tensor]
     next_size: float = 0.0
+
+    @property
+    def state(self) -> Tensor:
+        """The state that is observed."""
+        return self.y
 
     @property
     def h(self) -> float | Tensor:
@@ -112,10 +118,11 @@ class RungeKutta:
         self.interpolates = order >= tableau.order - 1
         self._interpolant_stages = self._interpolant.shape[0]
 
-    def stage_times(self, t: float, h: float, y: Tensor) -> tuple[Tensor, ...]:
-        """The times t + c_i h as scalar tensors beside y."""
-        times = torch.as_tensor(t + self.nodes * h, dtype=real_dtype(y), device=y.device)
-        return times.unbind()
+    def stage_times(self, t: ArrayLike, t_next: ArrayLike, y: Tensor) -> Tensor:
+        """The times t + c_i h beside y, (..., s); never beyond t_next, where f may not exist."""
+        t, t_next = np.asarray(t)[..., None], np.asarray(t_next)[..., None]
+        times = np.where(self.nodes == 1.0, t_next, t + self.nodes * (t_next - t))
+        return torch.as_tensor(times, dtype=real_dtype(y), device=y.device)
 
     def take(
         self,
@@ -155,9 +162,10 @@ class RungeKutta:
         if times is None:
             if isinstance(h, Tensor) or isinstance(t, Tensor):
                 start = time_like(t, y)
-                times = [start + c * h for c in self.nodes]
+                end = time_like(t_next, y)
+                times = [end if c == 1.0 else start + c * h for c in self.nodes]
             else:
-                times = self.stage_times(t, h, y)
+                times = self.stage_times(t, t_next, y).unbind()
         step = Step(t, t_next, y, y, [], [], times)
         slopes, stages = step.slopes, step.stages
         count = len(self._rows) - self.fsal

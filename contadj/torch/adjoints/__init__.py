@@ -6,6 +6,7 @@ from ._checkpoint import CheckpointAdjoint
 from ._direct import DirectAdjoint
 from ._gauss import GaussAdjoint
 from ._interpolating import InterpolatingAdjoint
+from ._reversible import ReversibleAdjoint
 
 __all__ = [
     "Adjoint",
@@ -14,4 +15,5 @@ __all__ = [
     "DirectAdjoint",
     "GaussAdjoint",
     "InterpolatingAdjoint",
+    "ReversibleAdjoint",
 ]

@@ -22,7 +22,6 @@ from .._steps import (
     StepError,
     adaptive_steps,
     host_time,
-    real_dtype,
     time_like,
 )
 
@@ -115,9 +114,9 @@ class Integration:
         first, rest = None, list(indices)
         if self.times[rest[0]] == host_time(step.t):
             i = rest.pop(0)
-            first = step.y
+            first = step.state
             if t is not None:
-                first = first + time_like(t[i] - step.t, step.y) * step.slopes[0]
+                first = first + time_like(t[i] - step.t, first) * step.slopes[0]
         if t is None:
             inside = [float(self.times[i]) for i in rest]
             many = self.method.evaluate_many(self.f, step, inside) if rest else None
@@ -167,10 +166,14 @@ def fixed_steps(
         first = step.slopes[-1] if method.fsal and n < last else None
 
 
+def time_leaf(value: float) -> Tensor:
+    """A time that a gradient is wanted for."""
+    return torch.tensor(value, dtype=torch.float64, requires_grad=True)
+
+
 def stage_times(method: RungeKutta, times: Times, y: Tensor) -> Tensor:
     """The stage times t_n + c_i h_n of all steps, (N, s), beside y; one transfer."""
-    table = times[:-1, None] + np.diff(times)[:, None] * method.nodes
-    return torch.as_tensor(table, dtype=real_dtype(y), device=y.device)
+    return method.stage_times(times[:-1], times[1:], y)
 
 
 @dataclass(eq=False)
