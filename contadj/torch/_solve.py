@@ -21,7 +21,7 @@ from ._mesh import Times
 from ._options import parse_options
 from ._steps import RungeKutta, StepControl, host_time, time_like
 from .adjoints import Adjoint, BacksolveAdjoint, CheckpointAdjoint, DirectAdjoint
-from .adjoints._base import Integration, ReplayingAdjoint
+from .adjoints._base import Integration
 
 ENGINES = ("contadj", "torchdiffeq")
 
@@ -233,7 +233,7 @@ def solve(
         )
         tracing = torch.is_grad_enabled()
         if tracing:
-            replays = isinstance(adjoint, ReplayingAdjoint)
+            replays = not isinstance(adjoint, DirectAdjoint)
             integration.first, probe = f.probe(
                 time_like(times[0], y), y, tensors, _costs(cost, observed) if replays else {},
                 keep_graph=not replays,

@@ -4,6 +4,7 @@ from ._backsolve import BacksolveAdjoint
 from ._base import Adjoint
 from ._checkpoint import CheckpointAdjoint
 from ._direct import DirectAdjoint
+from ._forward import ForwardSensitivity
 from ._gauss import GaussAdjoint
 from ._interpolating import InterpolatingAdjoint
 from ._reversible import ReversibleAdjoint
@@ -13,6 +14,7 @@ __all__ = [
     "BacksolveAdjoint",
     "CheckpointAdjoint",
     "DirectAdjoint",
+    "ForwardSensitivity",
     "GaussAdjoint",
     "InterpolatingAdjoint",
     "ReversibleAdjoint",
