@@ -1,0 +1,322 @@
+"""The command line on the fake backend: what it prints, refuses and writes."""
+
+import importlib
+import inspect
+import re
+
+import fake_backend
+import pytest
+
+from contadj import __version__, backends, cli
+from contadj.problems import BUILT_IN
+from contadj.results import read_records
+
+OWN = """
+import numpy as np
+import fake_backend
+from contadj.problems import GradientProblem
+
+def f(t, y, p):
+    return y
+
+def make(framework="torch", name="mine"):
+    params = {"layers": {"b": np.ones(2), "a": np.ones((2, 3))}, "scale": np.array(1.0)}
+    return GradientProblem(
+        name, framework, f, np.ones(1), params, 0.0, 3.0,
+        observation_times=(0.0, 0.5, 1.0, 3.0), observation_cost=lambda i, t, y, p: y,
+        gradient=fake_backend.exact_gradient(params), adjoint=fake_backend.exact_adjoint,
+    )
+
+problem = make()
+in_jax = make("jax")
+number = 3
+
+def broken():
+    raise KeyError("data")
+"""
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch, tmp_path):
+    monkeypatch.setattr(backends, "installed", lambda: ("torch",))
+    monkeypatch.setattr(backends, "load_backend", lambda framework: fake_backend)
+    monkeypatch.chdir(tmp_path)
+    for cached in (backends.load_problem, backends.gradient_function):
+        cached.cache_clear()
+    yield
+    for cached in (backends.load_problem, backends.gradient_function):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def run(*arguments):
+    return cli.main(["converge", *map(str, arguments)])
+
+
+def test_a_study_prints_orders_and_writes_records_and_a_figure(capsys, tmp_path):
+    assert run("lin", "--method", "heun2", "--method", "rk4", "--steps", "16,32,64") == 0
+    out, err = capsys.readouterr()
+    assert "lin   torch/fake   float64   cpu" in out
+    row = next(line.split() for line in out.splitlines() if line.startswith("heun2"))
+    assert row == ["heun2", "discrete", "2.00", "2.00", "2.00", "2", "as", "expected"]
+    gap = [line.split() for line in out.splitlines() if line.split()[:1] == ["gap"]]
+    assert [line[-4:] for line in gap] == [["3.00", "3", "as", "expected"]] + [
+        ["4.00", "4", "as", "expected"]
+    ]
+    assert "cells    6 ok" in out and "orders   8 as expected" in out
+    assert "records  out/records.jsonl" in out
+    assert "figure   out/convergence-torch-fake.png" in out
+    assert (tmp_path / "out/convergence-torch-fake.png").read_bytes().startswith(b"\x89PNG")
+    assert len(read_records(tmp_path / "out/records.jsonl")) == 6
+    assert err == "", "no progress bar where there is no terminal"
+
+
+def test_output_in_a_pipe_is_plain_and_at_most_100_columns_wide(capsys):
+    run("lin", "pend", "--steps", "1,2,4,8,16,32,64,128,256")
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_without_options_all_default_methods_of_the_engine_run(capsys):
+    assert run("lin") == 0
+    assert {record.method for record in read_records("out/records.jsonl")} == {
+        "euler", "heun2", "midpoint", "rk4",
+    }  # fmt: skip
+
+
+def test_a_deviation_is_marked_with_a_reason_of_one_line(capsys, monkeypatch):
+    monkeypatch.setitem(fake_backend._ORDERS, "rk4", 3)
+    assert run("lin", "--method", "rk4") == 0
+    out = capsys.readouterr().out
+    assert out.count("! deviates") == 4
+    assert "! lin torch/fake rk4 discrete: converges slower than 4: 3.00, 3.00\n" in out
+    assert "orders   4 deviates" in out
+
+
+def test_cells_that_fail_are_listed_and_the_study_ends_well(capsys):
+    assert run("lin", "--method", "diverges", "--method", "raises", "--method", "rk4") == 0
+    out = capsys.readouterr().out
+    assert "! lin torch/fake diverges 8 steps diverged: DirectAdjoint: the gradient is not" in out
+    assert (
+        "! lin torch/fake raises 16 steps failed: DirectAdjoint: TypeError: no luck at all" in out
+    )
+    assert "cells    13 ok, 1 diverged, 1 failed" in out
+
+
+def test_a_study_run_again_computes_nothing_and_prints_the_same(capsys):
+    run("lin", "--method", "rk4")
+    first = capsys.readouterr().out
+    fake_backend.CALLS.clear()
+    run("lin", "--method", "rk4")
+    assert capsys.readouterr().out == first and fake_backend.CALLS == []
+
+
+def test_records_of_other_studies_in_the_directory_stay_and_are_not_shown(capsys):
+    run("lin", "--method", "heun2")
+    run("lin", "--method", "rk4")
+    out = capsys.readouterr().out.split("figure")[-2]
+    assert "rk4" in out and "heun2" not in out
+    assert len(read_records("out/records.jsonl")) == 10
+
+
+def test_a_problem_from_a_file_with_nested_params_and_observations_runs(capsys, own):
+    assert run(f"{own}:problem", "--method", "rk4") == 0
+    out = capsys.readouterr().out
+    assert "orders   4 as expected" in out
+    cell = read_records("out/records.jsonl")[0]
+    assert cell.problem == f"{own}:problem"
+    assert cell.mesh_size == 3 * 8 and cell.h == 2.0 / 8  # three pieces, the longest [1, 3]
+
+
+def test_a_function_that_returns_a_problem_and_a_module_on_the_path_run_too(own):
+    assert run(f"{own}:make", "--method", "rk4") == 0
+    assert run("own:problem", "--method", "rk4") == 0
+
+
+def test_options_of_a_built_in_problem_are_spelt_one_way(capsys):
+    name = next(n for n, f in BUILT_IN.items() if f.__defaults__ and len(f.__defaults__) == 2)
+    first, second = BUILT_IN[name].__code__.co_varnames[:2]
+    assert run(f"{name}( {second}=2, {first} = 40.0 )", "--method", "rk4") == 0
+    assert f"{name}({first}=40,{second}=2)   torch/fake" in capsys.readouterr().out
+
+
+def test_changing_the_file_of_a_problem_computes_its_cells_again(own):
+    run(f"{own}:problem", "--method", "rk4", "--steps", "8")
+    own.write_text(OWN + "\n# changed\n")
+    backends.load_problem.cache_clear()
+    fake_backend.CALLS.clear()
+    run(f"{own}:problem", "--method", "rk4", "--steps", "8")
+    assert len(fake_backend.CALLS) == 2
+    assert len({record.digest for record in read_records("out/records.jsonl")}) == 2
+
+
+def test_a_config_file_is_run_and_options_replace_its_settings(capsys, tmp_path):
+    (tmp_path / "study.toml").write_text(
+        'problems = ["lin"]\nmethods = ["rk4"]\nsteps = [8, 16, 32]\nout = "there"\n'
+    )
+    assert run("--config", "study.toml", "--method", "heun2") == 0
+    assert {record.method for record in read_records("there/records.jsonl")} == {"heun2"}
+
+
+ERRORS = {
+    "no problem": ([], "`problems` is missing"),
+    "problem": (["line"], "`problem` must be one of lin, .*got 'line'; did you mean 'lin'?"),
+    "problem syntax": (["lin("], r"`problem` must be NAME, NAME\(OPTION=VALUE,...\)"),
+    "option name": (["slow_fast(k=3)"], r"must be among \(K, t1\); got 'k'"),
+    "option value": (["slow_fast(K=big)"], "option K of .* must be a number; got 'big'"),
+    "method": (
+        ["lin", "--method", "rk5"],
+        "`method` must be one of .*got 'rk5'; did you mean 'rk4'",
+    ),
+    "engine": (["lin", "--engine", "fke"], "`engine` must be one of fake; got 'fke'; did you mean"),
+    "backend": (["lin", "--backend", "tensorflow"], "`backends`: Input should be 'torch' or 'jax'"),
+    "steps": (["lin", "--steps", "8,x"], "`--steps` must be whole numbers .*got '8,x'"),
+    "no steps": (["lin", "--steps", "0"], "`steps`: Input should be greater than or equal to 1"),
+    "dtype": (["lin", "--dtype", "float16"], "`dtype`: Input should be 'float64' or 'float32'"),
+    "device": (
+        ["lin", "--device", "cuda"],
+        "`device` must be one of cpu; got 'cuda'; use --device",
+    ),
+    "misspelt option": (["lin", "--stpes", "8"], "No such option: --stpes"),
+    "jobs": (["lin", "--jobs", "two"], "Invalid value for '--jobs'"),
+    "config": (["--config", "none.toml"], "config none.toml: No such file"),
+    "out is a file": (["lin", "--out", "own.py"], "File exists: 'own.py'"),
+    "missing file": (["gone.py:problem"], "gone.py cannot be loaded .*there is no such file"),
+    "missing module": (["nowhere:problem"], "nowhere cannot be loaded .*No module named 'nowhere'"),
+    "attribute": (["own.py:problm"], "own.py has no 'problm'; did you mean 'problem'?"),
+    "not a problem": (["own.py:number"], "must be a GradientProblem or a function.*got int"),
+    "function raises": (["own.py:broken"], r"broken\(\) must return .* raised KeyError: 'data'"),
+    "other framework": (
+        ["own.py:in_jax", "--backend", "torch"],
+        "own.py:in_jax is written in jax and cannot run on the torch backend; use --backend jax",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_a_users_error_is_one_line_with_exit_code_2(capsys, own, case):
+    arguments, message = ERRORS[case]
+    assert run(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert re.search(message, err), err
+
+
+def test_an_unknown_command_is_one_line(capsys):
+    assert cli.main(["convrge"]) == 2
+    assert capsys.readouterr().err == "error: No such command 'convrge'. Did you mean 'converge'?\n"
+
+
+def test_a_corrupt_record_is_one_line_and_nothing_is_lost(capsys, tmp_path):
+    run("lin", "--method", "rk4", "--steps", "8,16")
+    path = tmp_path / "out/records.jsonl"
+    content = path.read_bytes().replace(b'"ok"', b'"odd"', 1)
+    path.write_bytes(content)
+    capsys.readouterr()
+    assert run("lin", "--method", "rk4") == 2
+    err = capsys.readouterr().err
+    assert "records.jsonl, line 1: expected a record" in err and err.count("\n") == 1
+    assert path.read_bytes() == content
+
+
+def test_a_full_disk_is_one_line_and_what_was_written_is_kept(capsys, monkeypatch):
+    run("lin", "--method", "rk4", "--steps", "8")
+    capsys.readouterr()
+
+    def full(self, record):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("contadj.results.RecordFile.append", full)
+    assert run("lin", "--method", "rk4") == 2
+    err = capsys.readouterr().err
+    assert "No space left on device" in err and err.count("\n") == 1
+    assert len(read_records("out/records.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    ("stop", "code"), [(KeyboardInterrupt, 130), (cli._Terminated, 143)], ids=["Ctrl-C", "SIGTERM"]
+)
+def test_an_interrupted_study_says_how_to_continue(capsys, monkeypatch, stop, code):
+    original = fake_backend.gradient_function
+
+    def interrupted(problem, **arguments):
+        gradient_at = original(problem, **arguments)
+
+        def at(num_steps):
+            if num_steps == 32:
+                raise stop
+            return gradient_at(num_steps)
+
+        return at
+
+    monkeypatch.setattr(fake_backend, "gradient_function", interrupted)
+    assert run("lin", "--method", "rk4") == code
+    err = capsys.readouterr().err
+    assert "interrupted; 2 records are in out/records.jsonl: run again to continue" in err
+    monkeypatch.setattr(fake_backend, "gradient_function", original)
+    backends.gradient_function.cache_clear()
+    assert run("lin", "--method", "rk4") == 0
+    assert [one.num_steps for one in read_records("out/records.jsonl")] == [8, 16, 32, 64, 128]
+
+
+def test_a_method_that_one_engine_lacks_is_noted_and_left_out(capsys, monkeypatch):
+    monkeypatch.setattr(fake_backend, "ENGINES", ("fake", "small"))
+    original = fake_backend.methods
+    monkeypatch.setattr(
+        fake_backend,
+        "methods",
+        lambda engine: ("euler",) if engine == "small" else original("fake"),
+    )
+    assert run("lin", "--method", "euler", "--method", "rk4") == 0
+    assert "note: engine small has no method rk4: left out" in capsys.readouterr().out
+    pairs = {(record.engine, record.method) for record in read_records("out/records.jsonl")}
+    assert pairs == {("fake", "euler"), ("fake", "rk4"), ("small", "euler")}
+
+
+def test_without_a_backend_the_fix_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(backends, "installed", lambda: ())
+    assert run("lin") == 2
+    assert "no backend is installed; run: pip install 'contadj[torch]'" in capsys.readouterr().err
+
+
+def test_a_backend_that_is_not_installed_is_refused_with_the_fix(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(backends, "installed", lambda: ("torch",))
+    with pytest.raises(
+        ValueError, match=r"jax needs jax and diffrax.*pip install 'contadj\[jax\]'"
+    ):
+        backends.load_backend("jax")
+
+
+def test_the_list_names_everything_there_is(capsys, tmp_path):
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments/study.toml").write_text("")
+    assert cli.main(["list"]) == 0
+    out = capsys.readouterr().out
+    for name in (*BUILT_IN, "BacksolveAdjoint", "engines fake", "experiments/study.toml"):
+        assert name in out
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip()}
+    assert rows["rk4"] == ["4", "4", "explicit", "x"]
+    assert rows["gl6"] == ["6", "3", "implicit"]
+    assert rows["jax"][:2] == ["not", "installed:"]
+
+
+def test_the_version_is_printed(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"contadj {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "module", ["convergence", "cli", "orders", "plotting", "results", "config"]
+)
+def test_no_built_in_problem_is_named_outside_the_problems(module):
+    text = inspect.getsource(importlib.import_module(f"contadj.{module}"))
+    for name in BUILT_IN:
+        assert not re.search(rf"\b{name}\b", text), name
