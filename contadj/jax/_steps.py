@@ -182,23 +182,29 @@ def explicit_step(tableau: diffrax.ButcherTableau, terms, t0, t1, y, args, k0=No
     y1, error : pytree
     dense : dict
         What `solver.interpolation_cls` takes.
+    slope : pytree or None
+        f at the end of the step, where the method is first same as last.
     """
     control = terms.contr(t0, t1)
     h = t1 - t0
     nodes = [float(tableau.c1), *map(float, tableau.c)]
     rows = [(), *(tuple(map(float, row)) for row in tableau.a_lower)]
     ks = [] if k0 is None else [k0]
-    stage = y
+    stage, slope = y, None
     for node, row in list(zip(nodes, rows, strict=True))[len(ks) :]:
         t = t1 if node == 1 else t0 + node * h
         stage = _combine(y, row, ks) if ks else y
-        ks.append(terms.vf_prod(t, stage, args, control))
+        if tableau.fsal:
+            slope = terms.vf(t, stage, args)
+            ks.append(terms.prod(slope, control))
+        else:
+            ks.append(terms.vf_prod(t, stage, args, control))
     y1 = stage if tableau.ssal else _combine(y, list(map(float, tableau.b_sol)), ks)
     error = (
         _combine(None, list(map(float, tableau.b_error)), ks) if np.any(tableau.b_error) else None
     )
     dense = {"y0": y, "y1": y1, "k": jtu.tree_map(lambda *k: jnp.stack(k), *ks)}
-    return y1, error, dense
+    return y1, error, dense, slope
 
 
 def fresh_step(solver: diffrax.AbstractSolver) -> Callable:

@@ -77,3 +77,54 @@ def write(storage: PyTree, i, tree: PyTree) -> PyTree:
         storage,
         tree,
     )
+
+
+def strong(tree: PyTree) -> PyTree:
+    """Arrays with their dtypes made explicit: no Python scalar, no weak type."""
+    return jtu.tree_map(
+        lambda x: jnp.asarray(x, jnp.result_type(x)) if eqx.is_array_like(x) else x, tree
+    )
+
+
+def while_loop(more, body, start: PyTree) -> PyTree:
+    """`lax.while_loop` over the arrays of a pytree; what is not an array is left as it is."""
+    leaves, structure = jtu.tree_flatten(start)
+    varies = [eqx.is_array(x) for x in leaves]
+
+    def rebuild(arrays):
+        arrays = iter(arrays)
+        return jtu.tree_unflatten(
+            structure, [next(arrays) if v else x for v, x in zip(varies, leaves, strict=True)]
+        )
+
+    def step(arrays):
+        out, got = jtu.tree_flatten(body(rebuild(arrays)))
+        assert got == structure, f"{got} != {structure}"
+        out = [x for v, x in zip(varies, out, strict=True) if v]
+        return [jnp.asarray(x, old.dtype) for x, old in zip(out, arrays, strict=True)]
+
+    start = [x for v, x in zip(varies, leaves, strict=True) if v]
+    return rebuild(jax.lax.while_loop(lambda a: more(rebuild(a)), step, start))
+
+
+def as_floats(tree: PyTree) -> PyTree:
+    """Integer and Boolean arrays as floating-point ones, exact below 2^24.
+
+    An integer output of a `custom_vjp` carries a tangent type that error checks on it cannot take.
+    """
+    dtype = jnp.result_type(float)
+    return jtu.tree_map(
+        lambda x: x.astype(dtype) if eqx.is_array(x) and not eqx.is_inexact_array(x) else x, tree
+    )
+
+
+def undo_floats(tree: PyTree, like: PyTree) -> PyTree:
+    """What `as_floats` was given, its dtypes those of `like`; nothing to differentiate."""
+
+    def leaf(x, old):
+        if not eqx.is_array(x):
+            return x
+        x = jax.lax.stop_gradient(x)
+        return x.astype(old.dtype) if x.dtype != old.dtype else x
+
+    return jtu.tree_map(leaf, tree, like)

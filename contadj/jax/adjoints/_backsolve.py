@@ -1,0 +1,485 @@
+"""The continuous gradient by the adjoint ODE in reverse time, y rebuilt on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import diffrax
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import optimistix as optx
+from jax import lax
+
+from .. import _diffrax, _tree
+from .._forward import (
+    RESULTS,
+    ClosedTerm,
+    Options,
+    Saving,
+    Solve,
+    Stepper,
+    clip_to_end,
+    leave,
+    march,
+    prepare,
+    restore,
+)
+from .._steps import get_solver
+
+PyTree = Any
+_FIXED = (diffrax.ConstantStepSize, diffrax.StepTo)
+
+
+class BacksolveAdjoint(diffrax.AbstractAdjoint):
+    """The continuous gradient in O(1) memory: the adjoint ODE, solved in reverse time.
+
+    From the last observation back to t0,
+
+        y' = f(t, y),   lambda' = -f_y^T lambda,   theta-bar' = -f_theta^T lambda,
+
+    are integrated together; at an observation time lambda jumps by dL/dy(t_i) and y is set back to
+    the state that was saved there. The time of an observation has the gradient
+    (dL/dy_i)^T f(t_i, y_i), and t0 has -lambda(t0)^T f(t0, y0).
+
+    A solve with fixed steps (`ConstantStepSize`, `StepTo`) is retraced on the same mesh, an
+    adaptive one with its own error control, which an observation does not restart.
+
+    Rebuilding y backward amplifies errors where the solution contracts. The distance between the y
+    that was rebuilt and the y that was saved is measured: see `value_grad_and_stats`.
+
+    Parameters
+    ----------
+    method : str or diffrax.AbstractSolver, optional
+        Method of the backward solve; that of the forward solve where None.
+    rtol, atol : float, optional
+        Tolerances of the backward solve; those of the forward solve where None. Given for a solve
+        with fixed steps, both, they make the backward solve adaptive.
+    seminorm : bool
+        Leave theta-bar out of the error control: it is a quadrature, which feeds back on nothing.
+    max_steps : int, optional
+        Most attempted steps of the backward solve; that of the forward solve where None.
+
+    References
+    ----------
+    Chen, Rubanova, Bettencourt & Duvenaud (2018), arXiv:1806.07366; seminorm: Kidger, Chen & Lyons
+    (2021), arXiv:2009.09457.
+    """
+
+    method: diffrax.AbstractSolver | None
+    rtol: Any
+    atol: Any
+    seminorm: bool = eqx.field(static=True)
+    max_steps: int | None = eqx.field(static=True)
+    probe: Any
+
+    def __init__(self, method=None, rtol=None, atol=None, *, seminorm=False, max_steps=None):
+        if isinstance(method, str):
+            method = get_solver(method)
+        if method is not None and not isinstance(method, diffrax.AbstractSolver):
+            raise TypeError(
+                "`method` must be the name of a method, a Diffrax solver such as diffrax.Tsit5(), "
+                f"or None; got {method!r}"
+            )
+        if not isinstance(seminorm, bool):
+            raise TypeError(f"`seminorm` must be a bool, got {seminorm!r}")
+        if max_steps is not None and (not isinstance(max_steps, int) or max_steps < 1):
+            raise ValueError(f"`max_steps` must be None or an int of at least 1, got {max_steps!r}")
+        self.method, self.rtol, self.atol = method, rtol, atol
+        self.seminorm, self.max_steps, self.probe = seminorm, max_steps, None
+
+    def loop(self, *, init_state, terms, solver, saveat, args, t0, **kwargs):
+        name = "BacksolveAdjoint"
+        if not _diffrax.is_ode_term(terms):
+            raise NotImplementedError(
+                f"`adjoint=contadj.jax.{name}()` serves one `diffrax.ODETerm`; add the vector "
+                "fields into one, or use "
+                "`adjoint=contadj.jax.CheckpointAdjoint()`"
+            )
+        sub = _diffrax.single_subsaveat(saveat, name)
+        if sub.steps:
+            raise NotImplementedError(
+                f"`adjoint=contadj.jax.{name}()` does not serve `SaveAt(steps=...)`; give the "
+                "times to `SaveAt(ts=...)`, or use `adjoint=contadj.jax.CheckpointAdjoint()`"
+            )
+        solve, options = prepare(
+            name, init_state=init_state, terms=terms, solver=solver, saveat=saveat, args=args,
+            t0=t0, **kwargs,
+        )  # fmt: skip
+        self._require_controller(solve.controller)
+        field = solve.stepper.terms
+        if field is None:
+            field = ClosedTerm(terms, solve.t0, solve.y0, args)
+        # y itself is what the backward solve starts from: `fn` is applied to it outside.
+        plain = diffrax.SubSaveAt(t0=sub.t0, t1=sub.t1, ts=sub.ts)
+        fn, identity = solve.saving.fn, Saving(plain, solve.t0, solve.y0, None)
+        solve = eqx.tree_at(lambda s: s.saving, solve, identity)
+        if not _diffrax.saves_state(sub):
+            length = options.ts.shape[0]
+            states = jtu.tree_map(lambda x: jnp.full((length, *x.shape), jnp.inf, x.dtype), solve.y0)
+            options = eqx.tree_at(lambda o: o.ys, options, states)
+        backward = _Backward(
+            solver if self.method is None else self.method, self.rtol, self.atol, self.seminorm,
+            options.max_steps if self.max_steps is None else self.max_steps,
+        )  # fmt: skip
+        end, (ts, ys) = _solve((solve, field, self.probe), options=options, backward=backward)
+        if not _diffrax.saves_state(sub):
+            ys = _observe(fn, solve, ts, ys, init_state.save_state.ys)
+        end = restore(end, solve, options)
+        return _diffrax.finished(init_state, end, (ts, ys)), {}
+
+    def _require_controller(self, controller):
+        inner = controller
+        if type(inner) is diffrax.ClipStepSizeController and inner.store_rejected_steps is None:
+            inner = inner.controller
+        if type(inner) not in (*_FIXED, diffrax.PIDController):
+            raise NotImplementedError(
+                "`adjoint=contadj.jax.BacksolveAdjoint()` cannot run `stepsize_controller="
+                f"{type(controller).__name__}(...)` in reverse; use ConstantStepSize, StepTo or "
+                "PIDController, or `adjoint=contadj.jax.CheckpointAdjoint()`"
+            )
+        if type(inner) in _FIXED and (self.rtol is None) != (self.atol is None):
+            raise ValueError(
+                "`rtol` and `atol` of contadj.jax.BacksolveAdjoint(...) must be given together "
+                "when the forward solve has fixed steps"
+            )
+
+
+class _Backward(eqx.Module):
+    """How the backward solve is made."""
+
+    solver: diffrax.AbstractSolver
+    rtol: Any
+    atol: Any
+    seminorm: bool = eqx.field(static=True)
+    max_steps: int | None = eqx.field(static=True)
+
+
+def _observe(fn, solve, ts, ys, buffers):
+    """What `SaveAt(fn=...)` asks for, from the states; unsaved entries stay infinite."""
+    saved = jnp.isfinite(ts)
+
+    def one(saved, t, y):
+        # Not evaluated at infinity, whose cotangent would be 0 * inf.
+        out = fn(jnp.where(saved, t, solve.t0), _tree.where(saved, y, solve.y0))
+        return jtu.tree_map(lambda x: jnp.where(saved, x, jnp.inf), out)
+
+    out = jax.vmap(one)(saved, ts, ys)
+    return jtu.tree_map(lambda x, like: x.astype(like.dtype), out, buffers)
+
+
+@eqx.filter_custom_vjp
+def _solve(inputs, *, options: Options, backward: _Backward):
+    return leave(march(inputs[0], options))
+
+
+@_solve.def_fwd
+def _solve_fwd(perturbed, inputs, *, options: Options, backward: _Backward):
+    end = march(inputs[0], options)
+    return leave(end), (end.ts, end.ys, end.save_index)
+
+
+@_solve.def_bwd
+def _solve_bwd(residuals, cotangents, perturbed, inputs, *, options, backward):
+    solve, field, probe = inputs
+    _, (g_ts, g_ys) = cotangents
+    ts, ys, saved = residuals
+    g_ys = _tree.materialise(g_ys, ys)
+    g_ts = jnp.zeros_like(ts) if g_ts is None else g_ts
+    moving = any(jtu.tree_leaves((perturbed[0].t0, perturbed[0].t1, perturbed[0].saving.ts)))
+    jumping = bool(getattr(perturbed[0].controller, "jump_ts", None))
+    active, fixed = eqx.partition(field, perturbed[1])
+    adjoint, d_active, d_ts, d_t0, d_jumps, stats = _retrace(
+        solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved, moving, jumping
+    )
+    first = int(solve.saving.t0)
+    d_saving_ts, d_t1 = None, None
+    if moving:
+        if solve.saving.ts is not None:
+            d_saving_ts = d_ts[first : first + len(solve.saving.ts)]
+        if solve.saving.t1:
+            # Saved last, wherever the solve ended.
+            d_t1 = jnp.where(solve.t0 == solve.t1, 0, d_ts[saved - 1])
+            if d_saving_ts is not None:
+                index = jnp.arange(len(d_saving_ts)) + first
+                d_saving_ts = jnp.where(index < saved - 1, d_saving_ts, 0)
+    gradient = eqx.tree_at(
+        lambda s: (s.saving.ts, s.y0, s.t0, s.t1),
+        eqx.filter(solve, lambda x: False),
+        (d_saving_ts, adjoint, d_t0, d_t1),
+        is_leaf=lambda x: x is None,
+    )
+    if jumping:
+        gradient = eqx.tree_at(
+            lambda s: s.controller.jump_ts, gradient, d_jumps, is_leaf=lambda x: x is None
+        )
+    return gradient, d_active, None if probe is None else stats.astype(probe.dtype)
+
+
+def _augmented_norm(norm: Callable, seminorm: bool) -> Callable:
+    """Error control on the larger of the norms of y, lambda and, without the seminorm, theta-bar."""
+
+    def augmented(tree):
+        y, adjoint, sums = tree
+        size = jnp.maximum(norm(y), norm(adjoint))
+        if seminorm or not jtu.tree_leaves(sums):
+            return size
+        return jnp.maximum(size, optx.rms_norm(sums))
+
+    return augmented
+
+
+def _controller(solve: Solve, backward: _Backward):
+    """The backward controller, or None for the forward mesh reversed."""
+    controller = solve.controller
+    if type(controller) in _FIXED:
+        if backward.rtol is None:
+            return None
+        return diffrax.PIDController(
+            backward.rtol, backward.atol, norm=_augmented_norm(optx.rms_norm, backward.seminorm)
+        )
+    controller = controller.wrap(-1)  # jumps and steps that must be met, in reversed time
+    wrapped = type(controller) is diffrax.ClipStepSizeController
+    inner = controller.controller if wrapped else controller
+    inner = eqx.tree_at(
+        lambda c: (c.rtol, c.atol, c.norm),
+        inner,
+        (
+            inner.rtol if backward.rtol is None else backward.rtol,
+            inner.atol if backward.atol is None else backward.atol,
+            _augmented_norm(inner.norm, backward.seminorm),
+        ),
+    )
+    return eqx.tree_at(lambda c: c.controller, controller, inner) if wrapped else inner
+
+
+def _mesh_point(solve: Solve, i):
+    """t_i of a fixed forward mesh, 0 < i < N."""
+    if type(solve.controller) is diffrax.StepTo:
+        return solve.controller.ts[i]
+    _, number, begin, end = solve.controller_state
+    # The expression that ConstantStepSize steps by; its first step ends at t0 + dt0.
+    share = i.astype(begin.dtype) / number.astype(begin.dtype)
+    return jnp.where(i == 1, solve.tnext, begin + (end - begin) * share)
+
+
+class _Reverse(eqx.Module):
+    """State of the backward loop, in s = -t. `length` is the step proposed before clipping."""
+
+    s: Any
+    snext: Any
+    length: Any
+    state: PyTree
+    made_jump: Any
+    solver_state: PyTree
+    controller_state: PyTree
+    waiting: Any
+    interval: Any
+    result: Any
+    num_steps: Any
+    accepted: Any
+    reversal: Any
+    d_ts: Any
+    d_jumps: Any
+
+
+def _size(y: PyTree):
+    return jnp.sqrt(sum(jnp.sum(jnp.abs(x) ** 2) for x in jtu.tree_leaves(y)))
+
+
+def _retrace(
+    solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved, moving, jumping
+):
+    first = int(solve.saving.t0)
+    t0 = solve.t0
+
+    def slope(t, y):
+        return eqx.combine(active, fixed).rate(t, y)
+
+    def augmented(s, state, args):
+        y, adjoint, _ = state
+
+        def f(active, y):
+            return eqx.combine(active, fixed).rate(-s, y)
+
+        value, pull = _tree.vjp(f, active, y)
+        d_active, d_y = pull(adjoint)
+        d_active = _tree.materialise(d_active, active)
+        return jtu.tree_map(jnp.negative, value), d_y, d_active
+
+    terms = diffrax.ODETerm(augmented)
+    solver = backward.solver
+    controller = _controller(solve, backward)
+    order = solver.error_order(terms)
+
+    last = jnp.maximum(saved - 1, first)
+    any_saved = saved > first
+    begin = jnp.where(any_saved, ts[jnp.minimum(last, ts.shape[0] - 1)], t0)
+    y = _tree.where(any_saved, _tree.read(ys, last), solve.y0)
+    s0, s1 = -begin, -t0
+    state = (y, _tree.zeros(solve.y0), _tree.zeros(active))
+
+    def stop(waiting):
+        """Where the backward solve must stop next: an observation, or t0."""
+        return jnp.where(waiting >= first, -ts[jnp.maximum(waiting, 0)], s1)
+
+    def absorb(s, state, waiting, reversal, d_ts):
+        """lambda jumps, and y is set back, at the observations that s has reached."""
+
+        def more(carry):
+            _, waiting, _, _ = carry
+            return (waiting >= first) & (stop(waiting) <= s)
+
+        def one(carry):
+            (y, adjoint, sums), waiting, reversal, d_ts = carry
+            stored, jump = _tree.read(ys, waiting), _tree.read(g_ys, waiting)
+            gone = jtu.tree_map(jnp.subtract, y, stored)
+            reversal = jnp.maximum(reversal, _size(gone))
+            if moving:
+                rate = _pair(jump, slope(ts[waiting], stored))
+                d_ts = d_ts.at[waiting].set(g_ts[waiting] + rate)
+            adjoint = _tree.add(adjoint, jump)
+            return (stored, adjoint, sums), waiting - 1, reversal, d_ts
+
+        return lax.while_loop(more, one, (state, waiting, reversal, d_ts))
+
+    zero = jnp.int32(0)
+    reversal = jnp.zeros((), jnp.finfo(jnp.result_type(*jtu.tree_leaves(solve.y0))).dtype)
+    state, waiting, reversal, d_ts = absorb(
+        s0, state, saved.astype(jnp.int32) - 1, reversal, jnp.zeros_like(ts)
+    )
+
+    def passed(s, interval):
+        """Skip the points of the fixed mesh that s has reached, to rounding."""
+        near = s
+        for _ in range(100):
+            near = jnp.nextafter(near, jnp.inf)
+        return lax.while_loop(
+            lambda i: (i >= 1) & (-_mesh_point(solve, i) <= near), lambda i: i - 1, interval
+        )
+
+    def mesh_target(interval):
+        return jnp.where(interval >= 1, -_mesh_point(solve, jnp.maximum(interval, 1)), s1)
+
+    if controller is None:
+        number = (
+            jnp.int32(len(solve.controller.ts) - 1)
+            if type(solve.controller) is diffrax.StepTo
+            else solve.controller_state[1].astype(jnp.int32)
+        )
+        interval = passed(s0, number - 1)
+        snext = mesh_target(interval)
+        controller_state, made_jump = None, jnp.asarray(True)
+    else:
+        interval = zero
+        snext, controller_state = controller.init(
+            terms, s0, s1, state, None, None, solver.func, order
+        )
+        controller_state, made_jump = _tree.strong(controller_state), jnp.asarray(False)
+    length = snext - s0
+    snext = clip_to_end(s0, snext, stop(waiting), True)
+    solver_state = _tree.strong(solver.init(terms, s0, snext, state, None))
+    stepper = Stepper(solver, terms, s0, state, None, solver_state, made_jump)
+    start = _Reverse(
+        s0, snext, length, state, made_jump, stepper.init(s0, state, solver_state),
+        controller_state, waiting, interval, _tree.strong(RESULTS.successful), zero, zero,
+        reversal, d_ts, jnp.zeros_like(solve.controller.jump_ts) if jumping else None,
+    )  # fmt: skip
+
+    def across(s_before, s, state, d_jumps):
+        """Moving a discontinuity at T changes the cost by lambda^T (f(T-) - f(T+))."""
+        times = solve.controller.jump_ts
+        hit = (s_before < -times) & (s > -times)
+        t = times[jnp.argmax(hit)]
+        y, adjoint, _ = state
+
+        def rate():
+            before, after = (slope(jnp.nextafter(t, far), y) for far in (-jnp.inf, jnp.inf))
+            return _pair(adjoint, jtu.tree_map(jnp.subtract, before, after))
+
+        return d_jumps + jnp.where(hit, lax.cond(jnp.any(hit), rate, lambda: 0 * t), 0)
+
+    def more(r: _Reverse):
+        go = (r.s < s1) & (r.result == RESULTS.successful)
+        return go if backward.max_steps is None else go & (r.num_steps < backward.max_steps)
+
+    def body(r: _Reverse) -> _Reverse:
+        state, error, _, solver_state, result = stepper(
+            r.s, r.snext, r.state, r.solver_state, r.made_jump
+        )
+        if controller is None:
+            kept, s, interval = True, r.snext, passed(r.snext, r.interval)
+            length, made_jump, controller_state = mesh_target(interval) - s, False, None
+            controller_result = RESULTS.successful
+        else:
+            error = jtu.tree_map(lambda x: jnp.where(jnp.isnan(x), jnp.inf, x), error)
+            kept, s, snext, made_jump, controller_state, controller_result = (
+                controller.adapt_step_size(
+                    r.s, r.snext, r.state, state, None, error, order, r.controller_state
+                )
+            )
+            length, interval = snext - s, r.interval
+            result = RESULTS.where(kept, result, RESULTS.successful)
+        here = stop(r.waiting)
+        s = jnp.minimum(s, here)
+        arrived = kept & (s >= here)
+        if controller is not None:
+            # A step shortened to meet an observation does not shorten the next one.
+            length = jnp.where(arrived, jnp.maximum(length, r.length), length)
+            state = _tree.where(kept, state, r.state)
+            solver_state = _tree.where(kept, solver_state, r.solver_state)
+            made_jump = jnp.where(kept, made_jump, r.made_jump)
+        d_jumps = r.d_jumps
+        if jumping:
+            d_jumps = across(r.s, jnp.where(kept, s, r.s), state, d_jumps)
+        state, waiting, reversal, d_ts = absorb(s, state, r.waiting, r.reversal, r.d_ts)
+        made_jump = made_jump | (waiting < r.waiting)
+        snext = clip_to_end(s, s + length, stop(waiting), True)
+        result = RESULTS.where(r.result == RESULTS.successful, result, r.result)
+        result = RESULTS.where(result == RESULTS.successful, controller_result, result)
+        return _Reverse(
+            s, snext, length, state, made_jump, solver_state, controller_state, waiting, interval,
+            result, r.num_steps + 1, r.accepted + jnp.where(kept, 1, 0), reversal, d_ts,
+            d_jumps,
+        )  # fmt: skip
+
+    end = _tree.while_loop(more, body, start)
+    y, adjoint, sums = end.state
+    reversal = jnp.maximum(end.reversal, _size(jtu.tree_map(jnp.subtract, y, solve.y0)))
+    largest = jnp.max(
+        jax.vmap(lambda t, y: jnp.where(jnp.isfinite(t), _size(y), 0))(ts, ys), initial=0
+    )
+    reversal = reversal / jnp.maximum(largest, _size(solve.y0))
+    reached = (end.s >= s1) & (end.result == RESULTS.successful)
+    d_t0 = None
+    if moving:
+        d_t0 = -_pair(adjoint, slope(t0, solve.y0))
+    if solve.saving.t0:
+        adjoint = _tree.add(adjoint, _tree.read(g_ys, 0))
+        if d_t0 is not None:
+            d_t0 = d_t0 + g_ts[0]
+    rejected = end.num_steps - end.accepted
+    stats = jnp.stack(
+        [x.astype(reversal.dtype) for x in (end.accepted, rejected, reversal)]
+    )
+    found = (adjoint, sums, end.d_ts, d_t0, end.d_jumps)
+    # A gradient from a backward solve that did not reach t0 is no gradient.
+    found = jtu.tree_map(lambda x: jnp.where(reached, x, jnp.nan), found)
+    if options.throw:
+        failed = lax.stop_gradient(jnp.where(reached, 0.0, 1.0)) > 0
+        found = eqx.error_if(
+            found,
+            failed,
+            "the backward solve of contadj.jax.BacksolveAdjoint did not reach t0: raise "
+            "`BacksolveAdjoint(max_steps=...)`, loosen its `rtol` and `atol`, or use "
+            "CheckpointAdjoint, which does not rebuild y",
+        )
+    return *found, stats
+
+
+def _pair(x: PyTree, y: PyTree):
+    """Re sum x y, the change of the cost when y is the rate of change of the state."""
+    pairs = jtu.tree_map(lambda a, b: jnp.sum(jnp.real(a * b)), x, y)
+    return sum(jtu.tree_leaves(pairs))
