@@ -1,6 +1,7 @@
 """The PyTorch backend: gradients of ODE solves, in torchdiffeq's terms."""
 
 from ._errors import ReversalWarning, SolveError, SolveStats
+from ._implicit import implicit_step
 from ._rollout import RolloutGradient, rollout, rollout_adjoint
 from ._solve import Solution, odeint, solve
 from ._value_grad_and_stats import value_grad_and_stats
@@ -29,6 +30,7 @@ __all__ = [
     "Solution",
     "SolveError",
     "SolveStats",
+    "implicit_step",
     "odeint",
     "rollout",
     "rollout_adjoint",

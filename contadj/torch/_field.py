@@ -30,22 +30,24 @@ class StateLayout:
         If a leaf is no floating-point or complex tensor, or if leaves differ in dtype or device.
     """
 
-    def __init__(self, y0: Any):
+    def __init__(self, y0: Any, argument: str = "y0"):
         leaves, self._unflatten = _tree.flatten(y0)
         if not leaves:
-            raise TypeError("`y0` must hold at least one tensor, got none")
+            raise TypeError(f"`{argument}` must hold at least one tensor, got none")
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
-                raise TypeError(f"`y0` must be made of tensors, got {type(leaf).__name__}")
+                raise TypeError(f"`{argument}` must be made of tensors, got {type(leaf).__name__}")
             if not (leaf.is_floating_point() or leaf.is_complex()):
                 raise TypeError(
-                    f"`y0` must be floating-point or complex, got {leaf.dtype}; convert it with "
-                    "y0.float()"
+                    f"`{argument}` must be floating-point or complex, got {leaf.dtype}; convert it "
+                    "with .float()"
                 )
         first = leaves[0]
         if any(leaf.dtype != first.dtype or leaf.device != first.device for leaf in leaves):
             kinds = ", ".join(f"{leaf.dtype} on {leaf.device}" for leaf in leaves)
-            raise TypeError(f"the leaves of `y0` must share one dtype and device, got {kinds}")
+            raise TypeError(
+                f"the leaves of `{argument}` must share one dtype and device, got {kinds}"
+            )
         self.single = isinstance(y0, Tensor)
         self.shapes = [leaf.shape for leaf in leaves]
         self._sizes = [leaf.numel() for leaf in leaves]

@@ -19,6 +19,7 @@ ADAPTIVE = (
     "first_step", "max_num_steps", "norm", "min_step", "max_step", "step_t", "jump_t", "safety",
     "ifactor", "dfactor",
 )  # fmt: skip
+NEWTON = ("newton_rtol", "max_newton_iterations", "batch_dims")
 REFUSED = {
     "grid_constructor": "give the step times themselves as options={'mesh': ...}",
     "perturb": "f is evaluated at the step times; end a step on a discontinuity with 'mesh' or "
@@ -54,7 +55,8 @@ def parse_options(
         A method with a tableau.
     options : mapping, optional
         A fixed mesh has one of `step_size`, `num_steps`, `mesh`; error control has `first_step`,
-        `max_num_steps`, `norm` and those torchdiffeq has.
+        `max_num_steps`, `norm` and those torchdiffeq has. Those of Newton's method, for an
+        implicit method, are left to its stepper.
     times : (T,) array
         Observation times.
     control : StepControl
@@ -67,11 +69,15 @@ def parse_options(
         a fixed-step method without a mesh.
     """
     options = dict(options or {})
+    known = FIXED + ADAPTIVE
+    if not get_tableau(method).explicit:
+        options = {name: value for name, value in options.items() if name not in NEWTON}
+        known += NEWTON
     for name in options:
         if name in REFUSED:
             raise ValueError(f"`options` does not take {name!r}: {REFUSED[name]}")
-        if name not in FIXED + ADAPTIVE:
-            raise unknown_option(name, FIXED + ADAPTIVE)
+        if name not in known:
+            raise unknown_option(name, known)
     fixed = [name for name in FIXED if name in options]
     if len(fixed) > 1:
         raise ValueError(f"`options` takes one of {', '.join(FIXED)}, got {' and '.join(fixed)}")

@@ -45,7 +45,8 @@ class Step:
 
     `slopes` are the values of f at the stages, `stages` the stage states Y_i and `times` the stage
     times. `t` and `t_next` are Python floats, or scalar tensors where a gradient with respect to
-    time is asked for. `next_size` is what error control proposes for the step after it.
+    time is asked for. `next_size` is what error control proposes for the step after it,
+    `error` the error estimate where it is known already.
     """
 
     t: float | Tensor
@@ -54,8 +55,9 @@ class Step:
     y_next: Tensor
     slopes: list[Tensor]
     stages: list[Tensor]
-    times: Sequence[Tensor]
+    times: Tensor | Sequence[Tensor]
     next_size: float = 0.0
+    error: Tensor | None = None
 
     @property
     def state(self) -> Tensor:
@@ -99,10 +101,7 @@ class RungeKutta:
     """
 
     def __init__(self, tableau: Tableau):
-        if not tableau.explicit:
-            raise ValueError(
-                f"`method` must be explicit here, got the implicit method {tableau.name!r}"
-            )
+        self._check(tableau)
         self.tableau = tableau
         self.nodes = tableau.c
         self._rows = [_nonzero(row) for row in tableau.a]
@@ -118,11 +117,39 @@ class RungeKutta:
         self.interpolates = order >= tableau.order - 1
         self._interpolant_stages = self._interpolant.shape[0]
 
+    def _check(self, tableau: Tableau) -> None:
+        if not tableau.explicit:
+            raise ValueError(
+                f"`method` must be explicit here, got the implicit method {tableau.name!r}"
+            )
+
     def stage_times(self, t: ArrayLike, t_next: ArrayLike, y: Tensor) -> Tensor:
         """The times t + c_i h beside y, (..., s); never beyond t_next, where f may not exist."""
         t, t_next = np.asarray(t)[..., None], np.asarray(t_next)[..., None]
         times = np.where(self.nodes == 1.0, t_next, t + self.nodes * (t_next - t))
         return torch.as_tensor(times, dtype=real_dtype(y), device=y.device)
+
+    def size_and_times(
+        self,
+        t: float | Tensor,
+        t_next: float | Tensor,
+        y: Tensor,
+        times: Tensor | Sequence[Tensor] | None = None,
+    ) -> tuple[float | Tensor, Sequence[Tensor]]:
+        """The step size and the stage times of a step from y."""
+        h = t_next - t
+        if isinstance(h, Tensor):
+            h = h.to(y.device, real_dtype(y))
+        if times is None:
+            if isinstance(h, Tensor) or isinstance(t, Tensor):
+                start = time_like(t, y)
+                end = time_like(t_next, y)
+                times = [end if c == 1.0 else start + c * h for c in self.nodes]
+            else:
+                times = self.stage_times(t, t_next, y)
+        if isinstance(times, Tensor):
+            times = times.unbind()
+        return h, times
 
     def take(
         self,
@@ -131,7 +158,7 @@ class RungeKutta:
         t_next: float | Tensor,
         y: Tensor,
         *,
-        times: Sequence[Tensor] | None = None,
+        times: Tensor | Sequence[Tensor] | None = None,
         first: Tensor | None = None,
         last: bool = False,
     ) -> Step:
@@ -145,7 +172,7 @@ class RungeKutta:
             Ends of the step.
         y : Tensor
             State at t.
-        times : sequence of scalar tensors, optional
+        times : (s,) Tensor or sequence of scalar tensors, optional
             The stage times, where they are known already.
         first : Tensor, optional
             f(t, y), where it is known already.
@@ -156,16 +183,7 @@ class RungeKutta:
         -------
         Step
         """
-        h = t_next - t
-        if isinstance(h, Tensor):
-            h = h.to(y.device, real_dtype(y))
-        if times is None:
-            if isinstance(h, Tensor) or isinstance(t, Tensor):
-                start = time_like(t, y)
-                end = time_like(t_next, y)
-                times = [end if c == 1.0 else start + c * h for c in self.nodes]
-            else:
-                times = self.stage_times(t, t_next, y).unbind()
+        h, times = self.size_and_times(t, t_next, y, times)
         step = Step(t, t_next, y, y, [], [], times)
         slopes, stages = step.slopes, step.stages
         count = len(self._rows) - self.fsal
@@ -189,6 +207,8 @@ class RungeKutta:
 
     def error(self, step: Step) -> Tensor:
         """Difference between the solution and the embedded one."""
+        if step.error is not None:
+            return step.error
         assert self._error is not None
         return combine(torch.zeros_like(step.y), step.h, self._error, step.slopes)
 
@@ -218,14 +238,20 @@ class RungeKutta:
             return torch.stack([self.evaluate(f, step, time) for time in t])
         self.complete(f, step)
         assert not isinstance(step.t, Tensor) and not isinstance(step.t_next, Tensor)
-        h = step.t_next - step.t
-        x = (np.asarray(t) - step.t) / h
-        powers = x[:, None] ** np.arange(1, self._interpolant.shape[1] + 1)
-        weights = torch.as_tensor(
-            h * powers @ self._interpolant.T, dtype=step.y.dtype, device=step.y.device
-        )
+        weights = self.dense_weights(step.t, step.t_next, t, step.y)
         slopes = torch.stack(step.slopes[: self._interpolant_stages])
         return step.y + torch.tensordot(weights, slopes, dims=1)
+
+    def dense_weights(self, start: float, end: float, t: Sequence[float], y: Tensor) -> Tensor:
+        """Weights w with y(t_j) = y_n + sum_i w_ji k_i inside a step, (len(t), slopes)."""
+        h = end - start
+        x = (np.asarray(t) - start) / h
+        powers = x[:, None] ** np.arange(1, self._interpolant.shape[1] + 1)
+        return torch.as_tensor(h * powers @ self._interpolant.T, dtype=y.dtype, device=y.device)
+
+    def start_slope(self, f: VectorField, step: Step) -> Tensor:
+        """f at the start of a step."""
+        return step.slopes[0]
 
     def complete(self, f: VectorField, step: Step) -> None:
         """Append f(t_next, y_next) to the slopes where the interpolant needs it."""
@@ -276,14 +302,18 @@ class StepControl:
     def _norm(self, scaled: Tensor) -> Tensor:
         if callable(self.norm):
             return self.norm(scaled)
-        squared = scaled.abs().square()
-        if self.norm == "sample" and squared.ndim > 1:
-            return squared.flatten(1).mean(1).max().sqrt()
-        return squared.mean().sqrt() if squared.numel() else squared.sum()
+        if self.norm == "sample" and scaled.ndim > 1:
+            rows = torch.linalg.vector_norm(scaled.flatten(1), dim=1)
+            return rows.max() / max(scaled[0].numel(), 1) ** 0.5 if len(rows) else rows.sum()
+        return torch.linalg.vector_norm(scaled) / max(scaled.numel(), 1) ** 0.5
 
 
 class StepError(Exception):
     """Why an adaptive solve cannot go on; turned into a `SolveError` with the statistics."""
+
+
+class StageError(StepError):
+    """The equations of a step that were not solved; a smaller step may do."""
 
 
 def first_step(
@@ -360,7 +390,14 @@ def adaptive_steps(
                 "the problem is stiff or f is not smooth; use an implicit method or larger "
                 "tolerances"
             )
-        step = method.take(f, t, t_next, y, first=first, last=True)
+        try:
+            step = method.take(f, t, t_next, y, first=first, last=True)
+        except StageError:
+            if h < 1e-13 * max(abs(t), abs(t1 - t0)) or h <= control.min_step:
+                raise
+            on_reject()
+            size, rejected = max(0.25 * h, control.min_step), True
+            continue
         with torch.no_grad():
             error = float(control.error_norm(method.error(step), y, step.y_next))
         if not np.isfinite(error):

@@ -17,10 +17,11 @@ from ..problems import Gradient, GradientProblem
 from ..tableaus import TABLEAUS, get_tableau
 from . import _torchdiffeq, _tree
 from ._errors import SolveError
+from ._field import StateLayout
+from ._implicit import stepper
 from ._problems import builtin_problem
 from ._rollout import rollout_adjoint
 from ._solve import ENGINES, solve
-from ._steps import RungeKutta
 from .adjoints import Adjoint, BacksolveAdjoint, CheckpointAdjoint, DirectAdjoint
 
 __all__ = [
@@ -50,7 +51,7 @@ def methods(engine: str | None = None) -> tuple[str, ...]:
     _check("engine", engine or ENGINES[0], ENGINES)
     if engine == "torchdiffeq":
         return tuple(name for name in _torchdiffeq.METHODS if name != "scipy_solver")
-    return tuple(name for name, tableau in TABLEAUS.items() if tableau.explicit)
+    return tuple(TABLEAUS)
 
 
 def adjoints() -> tuple[str, ...]:
@@ -329,11 +330,12 @@ def _one_step(tensors: _Tensors, engine: str, method: str, rebuild: Callable, sh
         return cost(t, unflatten(y)).reshape(1)
 
     if engine == "contadj":
-        stepper = RungeKutta(get_tableau(method))
+        method_step = stepper(get_tableau(method), None, StateLayout(flatten(tensors.y0)))
 
         def take(t: float, t_next: float, y: Any):
-            step = stepper.take(f, t, t_next, flatten(y))
-            return unflatten(step.y_next), None if cost is None else stepper.quadrature(c, step)
+            step = method_step.take(f, t, t_next, flatten(y))
+            paid = None if cost is None else method_step.quadrature(c, step)
+            return unflatten(step.y_next), paid
 
         return take
 

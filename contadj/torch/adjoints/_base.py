@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -101,9 +103,13 @@ class Integration:
 
     def observed(self, t: float, t_next: float) -> range:
         """Indices of the observation times in [t, t_next)."""
-        sign = self.direction
-        low, high = np.searchsorted(sign * self.times, [sign * t, sign * t_next])
-        return range(int(low), int(high))
+        sign, keys = self.direction, self._keys
+        low = bisect_left(keys, sign * t)
+        return range(low, bisect_left(keys, sign * t_next, low))
+
+    @cached_property
+    def _keys(self) -> list[float]:
+        return (self.direction * self.times).tolist()
 
     def observe(self, step: Step, indices: range, t: Tensor | None = None) -> Tensor:
         """The states at observation times inside a step, its start included, (m, *state).
@@ -116,9 +122,10 @@ class Integration:
             i = rest.pop(0)
             first = step.state
             if t is not None:
-                first = first + time_like(t[i] - step.t, first) * step.slopes[0]
+                slope = self.method.start_slope(self.f, step)
+                first = first + time_like(t[i] - step.t, first) * slope
         if t is None:
-            inside = [float(self.times[i]) for i in rest]
+            inside = self.times[rest].tolist() if rest else []
             many = self.method.evaluate_many(self.f, step, inside) if rest else None
         else:
             many = (
@@ -159,7 +166,7 @@ def fixed_steps(
     last = len(times) - 2
     for n, (t, t_next) in enumerate(zip(times[:-1].tolist(), times[1:].tolist(), strict=True)):
         step = method.take(
-            f, t, t_next, y, times=table[n].unbind(), first=first, last=method.fsal and n < last
+            f, t, t_next, y, times=table[n], first=first, last=method.fsal and n < last
         )
         yield step
         y = step.y_next
