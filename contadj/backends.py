@@ -35,7 +35,7 @@ import numpy as np
 
 from . import __version__
 from .config import Study
-from .convergence import REFERENCE_METHOD, GradientFunction, Series
+from .convergence import DISCRETE, REFERENCE_METHOD, GradientFunction, Series
 from .problems import BUILT_IN, GradientProblem, problem_data
 from .problems._problem import FRAMEWORKS
 from .tableaus import TABLEAUS
@@ -255,6 +255,13 @@ def plan(study: Study) -> tuple[list[Series], dict[tuple[str, str], GradientProb
         If a problem, backend, engine, method or device is unknown or does not fit the others.
     """
     problems = _problems(study)
+    steps_of = {canonical_spec(spec): steps for spec, steps in study.steps_of.items()}
+    specs = [spec for spec, _ in problems]
+    for spec in steps_of:
+        if spec not in specs:
+            raise ValueError(
+                f"`steps_of` must name problems of the study, {', '.join(specs)}; got {spec!r}"
+            )
     frameworks = [f for f in FRAMEWORKS if any(f == framework for _, framework in problems)]
     engines = [(f, engine) for f in frameworks for engine in load_backend(f).ENGINES]
     names = tuple(engine for _, engine in engines)
@@ -296,7 +303,7 @@ def plan(study: Study) -> tuple[list[Series], dict[tuple[str, str], GradientProb
             method=method,
             dtype=study.dtype,
             device=study.device,
-            steps=study.steps,
+            steps=steps_of.get(spec, study.steps),
             digest=definition_digest(spec, problem, method),
             reference_engine=_reference_engine(framework),
             versions=versions[framework],
@@ -328,6 +335,33 @@ def _problems(study: Study) -> dict[tuple[str, str], GradientProblem]:
             for framework in study.backends or here:
                 problems[spec, framework] = load_problem(spec, framework)
     return problems
+
+
+def try_problem(series: Series, problem: GradientProblem) -> None:
+    """Take one step with a problem, so that a mistake in it is told before the study starts.
+
+    Raises
+    ------
+    ValueError
+        If its functions cannot be run, or do not return what they must.
+    """
+    try:
+        load_backend(series.framework).gradient_function(
+            problem,
+            method=series.method,
+            adjoint=DISCRETE,
+            engine=series.engine,
+            dtype=series.dtype,
+            device=series.device,
+            max_steps=1,
+        )(1)
+    except ArithmeticError:
+        pass  # one step is a long one; the cells will tell
+    except Exception as error:
+        raise ValueError(
+            f"`problem` {series.problem} cannot run on {series.framework}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _reference_engine(framework: str) -> str:

@@ -195,6 +195,10 @@ def converge(
         console.print(f"note: {note}", style="yellow")
     with records:
         try:
+            _try_problems(series, by_name, records)
+        except ValueError as error:
+            raise typer.Exit(_complain(error)) from None
+        try:
             cells = _run(series, by_name, records, study.jobs)
             figures = _save_figures(cells, study.out)
         except KeyboardInterrupt as stop:
@@ -213,6 +217,18 @@ def converge(
     console.print(f"records  {records.path}", soft_wrap=True)
     for path in figures:
         console.print(f"figure   {path}", soft_wrap=True)
+
+
+def _try_problems(
+    series: list[Series], problems: dict[tuple[str, str], GradientProblem], records: RecordFile
+) -> None:
+    there = {record.identity for record in records.records}
+    for key, problem in problems.items():
+        for one in series:
+            cells = (one.identity(n) for n in one.steps)
+            if (one.problem, one.framework) == key and not all(cell in there for cell in cells):
+                backends.try_problem(one, problem)
+                break
 
 
 def _run(
@@ -321,21 +337,20 @@ def _expected_text(row: OrderRow) -> str:
 
 def _print_summary(console: Console, cells: list[Record], rows: list[OrderRow]) -> None:
     console.print()
+    # Engines agree to rounding, and so do their lines: each line once, with all its engines.
+    lines: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         mark, colour = _STATES[row.observed.state]
         if mark:
-            console.print(
-                f"{mark}{row.problem} {row.framework}/{row.engine} {row.method} {row.quantity}: "
-                f"{row.observed.reason}",
-                style=colour, soft_wrap=True,
-            )  # fmt: skip
+            what = f"{mark}{row.problem} {row.method} {row.quantity}: {row.observed.reason}"
+            lines.setdefault((what, colour), []).append(f"{row.framework}/{row.engine}")
     for cell in cells:
         if cell.status != "ok":
-            console.print(
-                f"! {cell.problem} {cell.framework}/{cell.engine} {cell.method} "
-                f"{cell.num_steps} steps {cell.status}: {cell.message}",
-                style="red", soft_wrap=True,
-            )  # fmt: skip
+            what = f"! {cell.problem} {cell.method} {cell.num_steps} steps {cell.status}"
+            place = f"{cell.framework}/{cell.engine}"
+            lines.setdefault((f"{what}: {cell.message}", "red"), []).append(place)
+    for (what, colour), places in lines.items():
+        console.print(f"{what}  [{', '.join(places)}]", style=colour, soft_wrap=True, markup=False)
     statuses = Counter(cell.status for cell in cells)
     states = Counter(row.observed.state for row in rows)
     console.print(f"cells    {_counts(statuses)}")

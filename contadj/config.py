@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 Names = Annotated[tuple[str, ...], Field(min_length=1)]
+Steps = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
 
 
 class Study(BaseModel):
@@ -27,6 +28,8 @@ class Study(BaseModel):
         By default eight explicit Runge-Kutta methods of orders 1 to 5.
     steps : tuple of int
         Numbers of steps between neighbouring breakpoints of a problem.
+    steps_of : dict of str to tuple of int
+        Other numbers of steps for the problems named.
     dtype : str
         "float64" or "float32".
     device : str
@@ -43,9 +46,8 @@ class Study(BaseModel):
     backends: Annotated[tuple[Literal["torch", "jax"], ...], Field(min_length=1)] | None = None
     engines: Names | None = None
     methods: Names | None = None
-    steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (
-        8, 16, 32, 64, 128,
-    )  # fmt: skip
+    steps: Steps = (8, 16, 32, 64, 128)
+    steps_of: dict[str, Steps] = {}
     dtype: Literal["float64", "float32"] = "float64"
     device: str = "cpu"
     out: Path = Path("out")
@@ -55,6 +57,11 @@ class Study(BaseModel):
     @classmethod
     def _increasing(cls, steps: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sorted(set(steps)))
+
+    @field_validator("steps_of")
+    @classmethod
+    def _each_increasing(cls, steps_of: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(sorted(set(steps))) for name, steps in steps_of.items()}
 
     @field_validator("problems", "backends", "engines", "methods")
     @classmethod

@@ -62,10 +62,6 @@ class ExpectedOrder:
 _EXCEPTIONS: dict[tuple[str, str], tuple[float, str]] = {
     ("heun2", "gap"): (3, f"superconvergent, one order above p: {_MEASURED}"),
     ("reversible_heun", "gap"): (4, f"superconvergent, two orders above p: {_MEASURED}"),
-    ("adaptive_heun", "adjoint"): (
-        1,
-        "its last stage stands in for f(t1, y1), which it is not, so dL/dy_n misses a path",
-    ),
     ("leapfrog", "adjoint"): (
         0,
         "dL/dy_n of a two-step method does not converge: Sandu 2008, "

@@ -96,17 +96,15 @@ def test_a_deviation_is_marked_with_a_reason_of_one_line(capsys, monkeypatch):
     assert run("lin", "--method", "rk4") == 0
     out = capsys.readouterr().out
     assert out.count("! deviates") == 4
-    assert "! lin torch/fake rk4 discrete: converges slower than 4: 3.00, 3.00\n" in out
+    assert "! lin rk4 discrete: converges slower than 4: 3.00, 3.00  [torch/fake]\n" in out
     assert "orders   4 deviates" in out
 
 
 def test_cells_that_fail_are_listed_and_the_study_ends_well(capsys):
     assert run("lin", "--method", "diverges", "--method", "raises", "--method", "rk4") == 0
     out = capsys.readouterr().out
-    assert "! lin torch/fake diverges 8 steps diverged: DirectAdjoint: the gradient is not" in out
-    assert (
-        "! lin torch/fake raises 16 steps failed: DirectAdjoint: TypeError: no luck at all" in out
-    )
+    assert "! lin diverges 8 steps diverged: DirectAdjoint: the gradient is not" in out
+    assert "! lin raises 16 steps failed: DirectAdjoint: TypeError: no luck at all" in out
     assert "cells    13 ok, 1 diverged, 1 failed" in out
 
 
@@ -153,8 +151,40 @@ def test_changing_the_file_of_a_problem_computes_its_cells_again(own):
     backends.load_problem.cache_clear()
     fake_backend.CALLS.clear()
     run(f"{own}:problem", "--method", "rk4", "--steps", "8")
-    assert len(fake_backend.CALLS) == 2
+    assert fake_backend.CALLS[1:] == [("DirectAdjoint", 8), ("BacksolveAdjoint", 8)]
     assert len({record.digest for record in read_records("out/records.jsonl")}) == 2
+
+
+def test_a_problem_that_cannot_take_a_step_is_an_error_before_the_study(capsys, monkeypatch):
+    run("lin", "--method", "rk4", "--steps", "8")
+
+    def refuse(problem, **arguments):
+        raise TypeError(f"problem {problem.name!r}: `f` must return the shape of y, (2,); got (3,)")
+
+    monkeypatch.setattr(fake_backend, "gradient_function", refuse)
+    capsys.readouterr()
+    assert run("pend", "--method", "rk4") == 2
+    err = capsys.readouterr().err
+    assert "`problem` pend cannot run on torch: TypeError: problem 'pend': `f` must" in err
+    assert err.count("\n") == 1 and len(read_records("out/records.jsonl")) == 1
+
+
+def test_lines_that_engines_share_are_printed_once(capsys, monkeypatch):
+    monkeypatch.setattr(fake_backend, "ENGINES", ("fake", "second"))
+    monkeypatch.setattr(fake_backend, "methods", lambda engine: tuple(fake_backend._ORDERS))
+    monkeypatch.setitem(fake_backend._ORDERS, "rk4", 3)
+    assert run("lin", "--method", "rk4") == 0
+    out = capsys.readouterr().out
+    assert out.count("converges slower than 4: 3.00, 3.00  [torch/fake, torch/second]") == 4
+
+
+def test_a_problem_can_have_steps_of_its_own(tmp_path):
+    (tmp_path / "study.toml").write_text(
+        'problems = ["lin", "pend"]\nmethods = ["rk4"]\nsteps = [8]\n[steps_of]\npend = [4, 2]\n'
+    )
+    assert run("--config", "study.toml") == 0
+    steps = [(record.problem, record.num_steps) for record in read_records("out/records.jsonl")]
+    assert steps == [("lin", 8), ("pend", 2), ("pend", 4)]
 
 
 def test_a_config_file_is_run_and_options_replace_its_settings(capsys, tmp_path):

@@ -12,6 +12,7 @@ dtype = "float32"
 device = "cuda:1"
 out = "there"
 jobs = 2
+steps_of = { one = [4, 2] }
 """
 
 
@@ -30,6 +31,7 @@ def test_a_file_sets_every_field_and_steps_are_sorted(file):
     assert study.problems == ("one", "two") and study.backends == ("torch",)
     assert study.steps == (8, 32) and study.jobs == 2 and str(study.out) == "there"
     assert study.dtype == "float32" and study.device == "cuda:1"
+    assert study.steps_of == {"one": (2, 4)}
 
 
 def test_the_full_file_of_this_test_has_every_field():
@@ -61,6 +63,7 @@ def test_defaults_are_five_step_counts_in_double_precision():
         ("jobs = 0", "`jobs`: Input should be greater than or equal to 1; got 0"),
         ("problems = []", "`problems`: Tuple should have at least 1 item"),
         ("steps = [8", "is not TOML: "),
+        ("steps_of = { one = [0] }", "`steps_of.one`: Input should be greater than or equal to 1"),
     ],
 )
 def test_a_bad_file_is_one_line_that_names_file_and_key(file, line, message):
