@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from math import sqrt
 
 import numpy as np
@@ -121,28 +122,28 @@ class Tableau:
         """Number of stages s."""
         return self.c.shape[0]
 
-    @property
+    @cached_property
     def explicit(self) -> bool:
         """Whether every stage depends on earlier stages only."""
         return not np.any(np.triu(self.a))
 
-    @property
+    @cached_property
     def first_same_as_last(self) -> bool:
         """Whether the last stage is f(t_{n+1}, y_{n+1}), the first stage of the next step."""
         return bool(self.c[0] == 0 and self.c[-1] == 1 and np.array_equal(self.a[-1], self.b))
 
-    @property
+    @cached_property
     def evaluations(self) -> int:
         """Evaluations of f per step, a carried-over first-same-as-last stage not counted."""
         return self.stages - int(self.explicit and self.first_same_as_last)
 
-    @property
+    @cached_property
     def symplectic(self) -> bool:
         """Whether b_i a_ij + b_j a_ji = b_i b_j (Sanz-Serna 2016, doi:10.1137/151002769)."""
         ba = self.b[:, None] * self.a
         return bool(np.allclose(ba + ba.T, np.outer(self.b, self.b), rtol=0, atol=1e-14))
 
-    @property
+    @cached_property
     def symmetric(self) -> bool:
         """Whether the step with -h inverts the step with h: a_{s+1-i,s+1-j} + a_ij = b_j."""
         mirrored = self.a[::-1, ::-1]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...checkpointing import OfflineSnapshots, OnlineSnapshots, check_count, walk_back
+from .._compile import CompiledRungeKutta
 from .._errors import SolveError
 from .._mesh import Mesh
 from .._steps import Step, host_time
@@ -212,7 +213,7 @@ class _Sweep:
 
     def _step(self, n: int, y: Tensor, first: Tensor | None = None) -> Step:
         return self.integration.method.take(
-            self.integration.f, self._starts[n], self._ends[n], y, times=self._table[n].unbind(),
+            self.integration.f, self._starts[n], self._ends[n], y, times=self._table[n],
             first=first,
         )  # fmt: skip
 
@@ -222,6 +223,9 @@ class _Sweep:
         assert cotangents is not None
         start, end = self._starts[n], self._ends[n]
         indices = integration.observed(start, end)
+        if self._runs_compiled(n, indices):
+            self._reverse_compiled(n, y, indices)
+            return
         with torch.enable_grad():
             y = y.detach().requires_grad_()
             if self._t is None:
@@ -231,8 +235,7 @@ class _Sweep:
                 leaves = [time_leaf(x) for x in (start, end)]
                 times = {i: time_leaf(float(integration.times[i])) for i in indices}
                 step = integration.method.take(integration.f, leaves[0], leaves[1], y)
-            if self._y_end is not None:
-                self._check_replay(step)
+            self._check_replay(y, step.y_next)
             outs, cots = [step.y_next], [self.adjoint]
             if integration.running_cost is not None and cotangents.cost is not None:
                 outs.append(integration.method.quadrature(integration.running_cost, step))
@@ -253,6 +256,41 @@ class _Sweep:
             for i, grad in zip(indices, observed, strict=True):
                 self._observation_grads[i] += grad
 
+    def _runs_compiled(self, n: int, indices: range) -> bool:
+        """Whether a compiled vector-Jacobian product serves the step."""
+        integration = self.integration
+        return (
+            isinstance(integration.method, CompiledRungeKutta)
+            and self._t is None
+            and integration.loss is None
+            and (integration.method.interpolates or not self._inside(n, indices))
+        )
+
+    def _inside(self, n: int, indices: range) -> range:
+        """The observations that are not at the start of a step."""
+        at_start = indices and self.integration.times[indices[0]] == self._starts[n]
+        return indices[1:] if at_start else indices
+
+    def _reverse_compiled(self, n: int, y: Tensor, indices: range) -> None:
+        integration, method = self.integration, self.integration.method
+        assert isinstance(method, CompiledRungeKutta) and self._cotangents is not None
+        start, end = self._starts[n], self._ends[n]
+        cotangent = self._cotangents.of_observations(integration, indices) if indices else None
+        slope_cotangents = None
+        inside = self._inside(n, indices)
+        if cotangent is not None and inside:
+            # The dense output is linear in y and the slopes.
+            times = integration.times[inside.start : inside.stop]
+            weights = method.dense_weights(start, end, times, y)
+            slope_cotangents = torch.tensordot(weights.T, cotangent[-len(inside) :], dims=1)
+        totals = None if self._param_grads[:1] in ([], [None]) else self._param_grads
+        y_next, self.adjoint, self._param_grads = method.pull_back(
+            integration.f, start, end, self._table[n], y, self.adjoint, slope_cotangents, totals
+        )  # type: ignore[assignment]
+        if cotangent is not None:
+            self.adjoint = self.adjoint + cotangent.sum(0)
+        self._check_replay(y, y_next)
+
     def _pull(self, outs: list, cots: list, y: Tensor, leaves: list) -> None:
         """Add the vector-Jacobian products of `outs` to the adjoint and the gradients."""
         pairs = [(out, cot) for out, cot in zip(outs, cots, strict=True) if out.requires_grad]
@@ -266,13 +304,14 @@ class _Sweep:
         self._last_time_grads = [0.0 if grad is None else grad for grad in grads[1:count]]
         accumulate(self._param_grads, grads[count:])
 
-    def _check_replay(self, step: Step) -> None:
+    def _check_replay(self, y: Tensor, y_next: Tensor) -> None:
         """The first step taken again must give the state that the forward pass stored."""
         expected, self._y_end = self._y_end, None
-        assert expected is not None
-        got = step.y_next.detach()
+        if expected is None:
+            return
+        got = y_next.detach()
         scale = expected.abs().max() if expected.numel() else expected.new_zeros(()).real
-        increment = (expected - step.y.detach()).abs()
+        increment = (expected - y.detach()).abs()
         eps = torch.finfo(expected.dtype).eps
         # Two evaluations may round differently (other kernels): f by a small part of itself, the
         # sum y + h f by a few units in the last place. A changed f differs by more.

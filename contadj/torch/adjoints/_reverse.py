@@ -16,10 +16,20 @@ import torch
 from torch import Tensor
 
 from ...tableaus import get_tableau
+from .._compile import CompiledRungeKutta
 from .._errors import SolveError
+from .._field import VectorField
+from .._implicit import (
+    Factors,
+    ImplicitRungeKutta,
+    check_solved,
+    jacobian,
+    newton_options,
+    stepper,
+)
 from .._mesh import Mesh
 from .._options import parse_options
-from .._steps import RungeKutta, Step, StepControl, StepError, adaptive_steps, time_like
+from .._steps import RungeKutta, Step, StepControl, StepError, adaptive_steps, combine, time_like
 from ._base import Cotangents, Integration, accumulate, fixed_steps
 
 
@@ -37,8 +47,10 @@ class ReverseOptions:
         """The method, and its mesh or its step-size control."""
         forward = integration.mesh
         method = integration.method
-        if self.method is not None:
-            method = RungeKutta(get_tableau(self.method))
+        if self.method is not None or self.options is not None:
+            tableau = method.tableau if self.method is None else get_tableau(self.method)
+            options = {**newton_options(method), **(self.options or {})}
+            method = stepper(tableau, options, integration.f.layout)
         if self.options is None and isinstance(forward, Mesh):
             return method, forward
         defaults = forward if isinstance(forward, StepControl) else StepControl()
@@ -78,9 +90,9 @@ class AdjointSystem:
         solution: Callable[[float], Tensor] | None = None,
     ):
         self._integration = integration
-        self._params = params
+        self.params = params
         self._cost_cotangent = cotangent
-        self._solution = solution
+        self.solution = solution
         self._error_wanted = error_wanted
         none: list[Tensor | None] = [None] * len(params)
         self.totals, self.pending, self.pending_error = list(none), list(none), list(none)
@@ -89,9 +101,14 @@ class AdjointSystem:
         self._stage = -1
 
     @property
+    def field(self) -> VectorField:
+        """f(t, y)."""
+        return self._integration.f
+
+    @property
     def rebuilds(self) -> bool:
         """Whether y is part of the state."""
-        return self._solution is None
+        return self.solution is None
 
     def begin(self, method: RungeKutta, h: float, reused: bool) -> None:
         """A step of size h is about to be tried; its first stage may be known already."""
@@ -101,11 +118,11 @@ class AdjointSystem:
             self._e = method.tableau.b - method.tableau.embedded
         self._h = h
         self._stage = 0
-        self.pending = [None] * len(self._params)
-        self.pending_error = [None] * len(self._params)
+        self.pending = [None] * len(self.params)
+        self.pending_error = [None] * len(self.params)
         if reused:
             # After an accepted step it is that step's last stage, after a rejected one its first.
-            self._add(self._last if self._accepted else self._first)
+            self.add(self._last if self._accepted else self._first)
         self._accepted = False
 
     def accept(self) -> None:
@@ -114,7 +131,8 @@ class AdjointSystem:
         self._accepted = True
         self._stage = -1
 
-    def _add(self, integrands: Sequence[Tensor | None]) -> None:
+    def add(self, integrands: Sequence[Tensor | None]) -> None:
+        """The theta-integrand at the next stage."""
         i = self._stage
         self._last = list(integrands)
         if i == 0:
@@ -127,14 +145,14 @@ class AdjointSystem:
 
     def __call__(self, t: Tensor, z: Tensor) -> Tensor:
         """The derivative of the state."""
-        if self._solution is None:
-            slope, grads = self.pull(t, z[0], z[1], self._params)
+        if self.solution is None:
+            slope, grads = self.pull(t, z[0], z[1], self.params)
         else:
-            slope, grads = self.pull(t, self._solution(self._time(t)), z, self._params)
+            slope, grads = self.pull(t, self.solution(self._time(t)), z, self.params)
         if self._stage >= 0:
-            self._add(grads[1:])
+            self.add(grads[1:])
         back = torch.zeros_like(slope) if grads[0] is None else grads[0].neg()
-        return torch.stack([slope, back]) if self._solution is None else back
+        return torch.stack([slope, back]) if self.solution is None else back
 
     def _time(self, t: Tensor) -> float:
         """The stage's time in float64: the tensor beside a float32 state has lost digits."""
@@ -148,22 +166,38 @@ class AdjointSystem:
         self, t: Tensor, y: Tensor, adjoint: Tensor, params: tuple[Tensor, ...], with_y: bool = True
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
         """f(t, y), and f_y^T lambda + g c_y, then f_theta^T lambda + g c_theta."""
+        compiled = self._integration.method
+        if isinstance(compiled, CompiledRungeKutta) and params and with_y:
+            return compiled.pull_field(self._integration.f, t, y, adjoint)
+        y, outs = self.record(t, y)
+        return outs[0].detach(), self.pull_back(outs, adjoint, (y, *params) if with_y else params)
+
+    def record(self, t: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """y as a leaf, and f(t, y) and c(t, y) with their graph."""
         integration = self._integration
         with torch.enable_grad():
             y = y.detach().requires_grad_()
-            slope = integration.f(t, y)
-            outs, cots = [slope], [adjoint]
+            outs = [integration.f(t, y)]
             if integration.running_cost is not None and self._cost_cotangent is not None:
                 outs.append(integration.running_cost(t, y))
-                cots.append(self._cost_cotangent)
-        pairs = [(out, cot) for out, cot in zip(outs, cots, strict=True) if out.requires_grad]
-        inputs = (y, *params) if with_y else params
+        return y, outs
+
+    def pull_back(
+        self,
+        outs: Sequence[Tensor],
+        adjoint: Tensor,
+        inputs: Sequence[Tensor],
+        keep: bool = False,
+    ) -> Sequence[Tensor | None]:
+        """The vector-Jacobian product of what was recorded with (lambda, g)."""
+        cots = [adjoint, self._cost_cotangent]
+        pairs = [(out, cot) for out, cot in zip(outs, cots, strict=False) if out.requires_grad]
         if not pairs or not inputs:
-            return slope.detach(), [None] * len(inputs)
-        grads = torch.autograd.grad(
-            [out for out, _ in pairs], inputs, [cot for _, cot in pairs], allow_unused=True
-        )
-        return slope.detach(), grads
+            return [None] * len(inputs)
+        return torch.autograd.grad(
+            [out for out, _ in pairs], inputs, [cot for _, cot in pairs],
+            allow_unused=True, retain_graph=keep,
+        )  # fmt: skip
 
 
 class AdjointMethod(RungeKutta):
@@ -175,6 +209,79 @@ class AdjointMethod(RungeKutta):
         f.begin(self, h, reused=more.get("first") is not None)
         f.stage_time = lambda i: float(t + self.nodes[i] * h) if self.nodes[i] != 1 else t_next
         return super().take(f, t, t_next, y, **more)
+
+
+class ImplicitAdjointMethod(ImplicitRungeKutta):
+    """An implicit step of the adjoint system.
+
+    y does not depend on lambda and is solved for first; then lambda is linear,
+
+        l_i = -f_y(Y_i)^T (lambda + h sum_j a_ij l_j) - g c_y(Y_i).
+    """
+
+    def take(self, f, t, t_next, y, *, times=None, first=None, last=False):  # type: ignore[override]
+        """Take one step."""
+        system: AdjointSystem = f  # type: ignore[assignment]
+        h, times = self.size_and_times(t, t_next, y, times)
+        assert isinstance(h, float) and isinstance(t, float) and isinstance(t_next, float)
+        system.begin(self, h, reused=False)
+        if system.rebuilds:
+            known = None if first is None else first[0]
+            inner = super().take(system.field, t, t_next, y[0], times=times, first=known)
+            states, adjoint = inner.stages, y[1]
+        else:
+            solution = system.solution
+            assert solution is not None
+            states = [solution(t_next if c == 1 else t + float(c) * h) for c in self.nodes]
+            adjoint = y
+        back: list[Tensor] = []
+        for block in self._blocks:
+            back.extend(self._adjoint_slopes(system, block, times, states, adjoint, h, back))
+        slopes = back
+        if system.rebuilds:
+            slopes = [torch.stack(pair) for pair in zip(inner.slopes, back, strict=True)]
+        step = Step(t, t_next, y, y, slopes, [], times)
+        step.y_next = combine(y, h, self._b, slopes)
+        return step
+
+    def _adjoint_slopes(self, system, block, times, states, adjoint, h, back) -> list[Tensor]:
+        """The l_i of a block of stages; the theta-gradient gets their share."""
+        bases = [combine(adjoint, h, self._known(i, block), back) for i in block]
+        recorded = [system.record(times[i], states[i]) for i in block]
+        implicit = len(block) > 1 or self.tableau.a[block[0], block[0]] != 0.0
+        if implicit:
+            right = torch.stack([
+                _or_zero(system.pull_back(outs, base, (leaf,), keep=True)[0], base).neg()
+                for (leaf, outs), base in zip(recorded, bases, strict=True)
+            ])  # fmt: skip
+            samples = self.newton.samples
+            jacobians = [jacobian(outs[0], leaf, samples).mT for leaf, outs in recorded]
+            factors = Factors(self.block_matrix(block, -h, jacobians))
+            found = self.block_states(factors.solve(self.block_vectors(right)), block, bases[0])
+            bases = [
+                combine(base, h, self._unknown(i, block), found.unbind())
+                for i, base in zip(block, bases, strict=True)
+            ]
+        slopes = []
+        for (leaf, outs), stage in zip(recorded, bases, strict=True):
+            grads = system.pull_back(outs, stage, (leaf, *system.params))
+            system.add(grads[1:])
+            slopes.append(_or_zero(grads[0], stage).neg())
+        if not implicit:
+            return slopes
+        check_solved(torch.stack(slopes) - found, factors.norm * found.abs().sum())
+        return list(found.unbind())
+
+
+def _or_zero(grad: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if grad is None else grad
+
+
+def adjoint_method(method: RungeKutta) -> AdjointMethod | ImplicitAdjointMethod:
+    """The same method for the adjoint system."""
+    if isinstance(method, ImplicitRungeKutta):
+        return ImplicitAdjointMethod(method.tableau, method.newton)
+    return AdjointMethod(method.tableau)
 
 
 @dataclass(frozen=True)
@@ -266,7 +373,7 @@ class ReverseSolve:
         self._like_t = t if t.requires_grad else None
         self._time_grads = torch.zeros(len(integration.times), dtype=torch.float64)
         method, self._mesh = settings.solver(integration)
-        self._method = AdjointMethod(method.tableau)
+        self._method = adjoint_method(method)
         adaptive = isinstance(self._mesh, StepControl)
         self._gauss = gauss_nodes(quadrature) if quadrature else None
         self.system = AdjointSystem(
