@@ -352,6 +352,14 @@ def graph_leaves(
     return leaves, foreign, reached
 
 
+def inside_transform() -> bool:
+    """Whether a torch.func transform is running.
+
+    `_are_functorch_transforms_active` is private; used with torch 2.11 to 2.13.
+    """
+    return torch._C._are_functorch_transforms_active()
+
+
 @contextlib.contextmanager
 def same_context(autocast: dict[str, tuple[bool, torch.dtype]], buffers: Sequence[Tensor]):
     """Evaluate f under the autocast state of the forward pass, and leave buffers as they were."""

@@ -17,9 +17,9 @@ from ..tableaus import TABLEAUS, get_tableau
 from . import _torchdiffeq
 from ._compile import CompiledRungeKutta, named_params
 from ._errors import SolveError, SolveStats
-from ._field import Probe, StateLayout, VectorField
+from ._field import Probe, StateLayout, VectorField, inside_transform
 from ._implicit import stepper
-from ._mesh import Times
+from ._mesh import Mesh, Times
 from ._options import parse_options
 from ._steps import StepControl, host_time, time_like
 from .adjoints import (
@@ -241,8 +241,10 @@ def solve(
         integration = Integration(
             f, stepper(get_tableau(method), options, layout), mesh, times, cost, observed, stats
         )
-        tracing = torch.is_grad_enabled()
-        if tracing:
+        transformed = inside_transform()
+        if transformed:
+            adjoint = _transformable(adjoint, mesh)
+        if torch.is_grad_enabled() and not transformed:
             replays = not isinstance(adjoint, DirectAdjoint)
             integration.first, probe = f.probe(
                 time_like(times[0], y), y, tensors, _costs(cost, observed) if replays else {},
@@ -255,10 +257,30 @@ def solve(
         if compile:
             _compiled(integration, func, layout, needed, adjoint)
         outputs = adjoint.solve(integration, y, t, needed)
-        _check_finite(integration, y, outputs)
+        if not transformed:
+            _check_finite(integration, y, outputs)
     ys, total, value = outputs
     states = None if ys is None else layout.unflatten(ys, (len(times),))
     return Solution(t, states, total, value, stats)
+
+
+def _transformable(adjoint: Adjoint, mesh: Mesh | StepControl) -> Adjoint:
+    """The adjoint that serves inside torch.func.grad, vmap and their like.
+
+    There the graph belongs to the transform, and only recorded operations can be differentiated:
+    the gradient of `CheckpointAdjoint` is computed as `DirectAdjoint` does, in its memory.
+    """
+    if not isinstance(mesh, Mesh):
+        raise ValueError(
+            "inside torch.func transforms the mesh must be fixed: give options={'num_steps': ...}; "
+            "a batch in one adaptive solve is what options={'norm': 'sample'} is for"
+        )
+    if not isinstance(adjoint, CheckpointAdjoint | DirectAdjoint):
+        raise ValueError(
+            f"{type(adjoint).__name__} does not serve inside torch.func transforms: use "
+            "CheckpointAdjoint() or DirectAdjoint()"
+        )
+    return DirectAdjoint()
 
 
 def _compiled(
@@ -294,7 +316,7 @@ def check_times(t: Any) -> Times:
         raise TypeError(f"`t` must be floating-point, got {t.dtype}; convert it with t.double()")
     if t.ndim != 1 or len(t) < 2:
         raise ValueError(f"`t` must have shape (T,) with T >= 2, got {tuple(t.shape)}")
-    times = t.detach().to("cpu", torch.float64).numpy()
+    times = np.array(t.tolist(), dtype=np.float64)  # reads t inside torch.func transforms too
     differences = np.diff(times)
     if not np.all(np.isfinite(times)):
         raise ValueError(f"`t` must be finite, got {times}")
