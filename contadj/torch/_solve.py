@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..tableaus import TABLEAUS, get_tableau
+from ..tableaus import TABLEAUS, Tableau, get_tableau
 from . import _torchdiffeq
 from ._compile import CompiledRungeKutta, named_params
+from ._controls import Drive
 from ._errors import SolveError, SolveStats
 from ._field import Probe, StateLayout, VectorField, inside_transform
 from ._implicit import stepper
@@ -181,8 +182,10 @@ def solve(
     params : iterable of tensors
         The tensors that f uses and that gradients are wanted for; by default the parameters of
         `func`, `running_cost` and `loss`, and any leaf tensor that f is seen to use.
-    control
-        Reserved.
+    control : Control
+        u(t) on a grid of knots, the end of a step each: func(t, y, u) and running_cost(t, y, u) are
+        called with its value, and gradients reach its values. Knots are added to a mesh of
+        `step_size` or `num_steps`, and must be in a given one; the step times are held fixed.
     engine : "contadj" or "torchdiffeq"
         Who takes the steps; "contadj" for every method it has a tableau of.
     compile : bool
@@ -209,8 +212,6 @@ def solve(
         If the solve cannot go on: f not finite (at which t and step), step size too small, too many
         steps; its `stats` hold the statistics so far.
     """
-    if control is not None:
-        raise NotImplementedError("`control` is not served yet: read u(t) inside `func`")
     layout = StateLayout(y0)
     y = layout.flatten(y0)
     times = check_times(t)
@@ -221,29 +222,38 @@ def solve(
         raise TypeError(
             f"`adjoint` must be an adjoint such as CheckpointAdjoint(), got {adjoint!r}"
         )
+    _refuse_callbacks(func)
     stats = SolveStats()
     _record(stats)
-    f = VectorField(func, layout)
-    cost = None if running_cost is None else _on_flat_states(running_cost, layout)
+    drive = None if control is None else Drive(control, times)
+    f = VectorField(func, layout, drive)
+    f.enter_beside(float(times[0]), float(times[1]))
+    cost = None if running_cost is None else _on_flat_states(running_cost, layout, drive)
     observed = None if loss is None else _loss_on_flat_states(loss, layout)
     chosen = None if params is None else _check_params(params)
     tensors = _own_params(func, running_cost, loss) if chosen is None else chosen
+    if drive is not None:
+        tensors = _unique((*tensors, drive.control.values))
     tolerances = {
         "rtol": layout.tolerance(rtol, "rtol", y), "atol": layout.tolerance(atol, "atol", y)
     }  # fmt: skip
     if engine == "torchdiffeq":
+        if drive is not None:
+            raise ValueError("`control` needs engine='contadj', whose steps end on its knots")
         outputs = _torchdiffeq.solve(
             f, y, t, times, method, tolerances, options, adjoint, tensors, cost, observed, stats
         )
     else:
-        control = StepControl(tolerances["rtol"], tolerances["atol"])
-        mesh = parse_options(method, options, times, control)
+        step_control = StepControl(tolerances["rtol"], tolerances["atol"])
+        mesh = parse_options(method, options, times, step_control)
+        if drive is not None and isinstance(mesh, Mesh):
+            mesh = drive.on_knots(mesh, "mesh" in (options or {}))
         integration = Integration(
             f, stepper(get_tableau(method), options, layout), mesh, times, cost, observed, stats
         )
         transformed = inside_transform()
         if transformed:
-            adjoint = _transformable(adjoint, mesh)
+            adjoint = _transformable(adjoint, mesh, get_tableau(method))
         if torch.is_grad_enabled() and not transformed:
             replays = not isinstance(adjoint, DirectAdjoint)
             integration.first, probe = f.probe(
@@ -264,12 +274,17 @@ def solve(
     return Solution(t, states, total, value, stats)
 
 
-def _transformable(adjoint: Adjoint, mesh: Mesh | StepControl) -> Adjoint:
+def _transformable(adjoint: Adjoint, mesh: Mesh | StepControl, tableau: Tableau) -> Adjoint:
     """The adjoint that serves inside torch.func.grad, vmap and their like.
 
     There the graph belongs to the transform, and only recorded operations can be differentiated:
     the gradient of `CheckpointAdjoint` is computed as `DirectAdjoint` does, in its memory.
     """
+    if not tableau.explicit:
+        raise ValueError(
+            f"`method` = {tableau.name!r} solves equations until they converge, which torch.func "
+            "transforms do not serve: use an explicit method, or torch.autograd"
+        )
     if not isinstance(mesh, Mesh):
         raise ValueError(
             "inside torch.func transforms the mesh must be fixed: give options={'num_steps': ...}; "
@@ -294,10 +309,23 @@ def _compiled(
     names = named_params(func, params)
     whole = isinstance(adjoint, CheckpointAdjoint | BacksolveAdjoint | InterpolatingAdjoint)
     tableau = integration.method.tableau
-    if whole and tableau.explicit and names is not None and integration.running_cost is None:
+    plain = integration.running_cost is None and integration.f.drive is None
+    if whole and tableau.explicit and names is not None and plain:
         integration.method = CompiledRungeKutta(tableau, func, layout, names)
     else:
         integration.f.func = torch.compile(func)
+
+
+def _refuse_callbacks(func: Any) -> None:
+    """Raise if func has the attributes that torchdiffeq calls at each step."""
+    found = [name for name in dir(func) if name.startswith("callback_")]
+    known = ("callback_step", "callback_accept_step", "callback_reject_step")
+    found = [name for name in found if name.removesuffix("_adjoint") in known]
+    if found:
+        raise ValueError(
+            f"`func` has {found[0]!r}, which torchdiffeq would call: callbacks are not served; "
+            "read `Solution.stats`, or pass loss= to see each observation"
+        )
 
 
 def check_times(t: Any) -> Times:
@@ -346,8 +374,10 @@ def _choose(method: str | None, engine: str | None) -> tuple[str, str]:
     return method, engine
 
 
-def _on_flat_states(cost: Callable[..., Tensor], layout: StateLayout):
-    return lambda t, y: _scalar(cost(t, layout.unflatten(y)), "running_cost")
+def _on_flat_states(cost: Callable[..., Tensor], layout: StateLayout, drive: Drive | None):
+    if drive is None:
+        return lambda t, y: _scalar(cost(t, layout.unflatten(y)), "running_cost")
+    return lambda t, y: _scalar(cost(t, layout.unflatten(y), drive(t)), "running_cost")
 
 
 def _loss_on_flat_states(loss: Callable[..., Tensor], layout: StateLayout):
