@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+torch.set_num_threads(1)  # the states are tiny
+
 
 @pytest.fixture(autouse=True)
 def _double_precision():
