@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from . import _tree
+from ._controls import Drive
 
 
 class StateLayout:
@@ -69,7 +71,9 @@ class StateLayout:
 
     def tolerance(self, value: Any, argument: str, like: Tensor) -> float | Tensor:
         """A tolerance as a number, or as a tensor where components have their own."""
-        if isinstance(value, int | float):
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(value)
+        if isinstance(value, int | float | np.number):
             number = float(value)
             if not number >= 0.0:
                 raise ValueError(f"`{argument}` must be non-negative, got {value!r}")
@@ -100,6 +104,8 @@ class VectorField:
         The user's f(t, y), on the nested state.
     layout : StateLayout
         How the nested state lies in a flat tensor.
+    drive : Drive, optional
+        The control: f is the user's f(t, y, u) then.
 
     Raises
     ------
@@ -107,9 +113,12 @@ class VectorField:
         From `probe`, if f returns anything but the structure, shape, dtype and device of y.
     """
 
-    def __init__(self, func: Callable[..., Any], layout: StateLayout):
+    def __init__(self, func: Callable[..., Any], layout: StateLayout, drive: Drive | None = None):
         if not callable(func):
             raise TypeError(f"`func` must be callable as func(t, y), got {type(func).__name__}")
+        self.drive = drive
+        self.knots: tuple[float, ...] = () if drive is None else tuple(drive.knots.tolist())
+        self.jumps: frozenset[float] = frozenset() if drive is None else drive.jumps
         self.func = func
         self.layout = layout
         self.evaluations = 0
@@ -120,6 +129,9 @@ class VectorField:
         self.evaluations += 1
         if torch.is_grad_enabled():
             return self._evaluate(t, y)
+        if y.requires_grad:
+            # Its views would ask for a gradient even here, and f may look at that.
+            y = y.detach()
         if not self._calls_autograd:
             try:
                 return self._evaluate(t, y)
@@ -134,12 +146,35 @@ class VectorField:
     def _evaluate(self, t: Tensor, y: Tensor) -> Tensor:
         if not self._checked:
             return self._checked_once(t, y)
+        if self.drive is not None:
+            return self.layout.flatten(self.func(t, self.layout.unflatten(y), self.drive(t)))
         if self.layout.single:
             return self.func(t, y)
         return self.layout.flatten(self.func(t, self.layout.unflatten(y)))
 
+    def enter(self, t: float | Tensor, t_next: float | Tensor) -> None:
+        """The next evaluations belong to the step from t to t_next."""
+        if self.drive is not None:
+            self.drive.enter(float(t), float(t_next))
+
+    def enter_beside(self, t: float, toward: float) -> None:
+        """The next evaluations are limits at t, from the side of `toward`."""
+        if self.drive is not None:
+            self.drive.enter_beside(t, toward)
+
+    @contextlib.contextmanager
+    def elsewhere(self):
+        """Evaluations that belong to another step than those before and after."""
+        piece = None if self.drive is None else self.drive.piece
+        try:
+            yield
+        finally:
+            if self.drive is not None and piece is not None:
+                self.drive.piece = piece
+
     def _checked_once(self, t: Tensor, y: Tensor) -> Tensor:
-        tree = self.func(t, self.layout.unflatten(y))
+        inputs = () if self.drive is None else (self.drive(t),)
+        tree = self.func(t, self.layout.unflatten(y), *inputs)
         self._check(tree, y)
         self._checked = True
         return self.layout.flatten(tree)
@@ -192,7 +227,9 @@ class VectorField:
             not torch.equal(before, after)
             for before, after in zip(random_before, _random_state(y.device), strict=True)
         )
-        written = [b for b, version in zip(buffers, versions, strict=True) if b._version != version]
+        # A batch norm's running statistics are written without a new version, its counter is not.
+        changed = any(b._version != v for b, v in zip(buffers, versions, strict=True))
+        written = buffers if changed else []
         known = (*params, start)
         leaves, foreign, reached = graph_leaves(value, first_node, known)
         hidden = {"func": leaves}
@@ -208,7 +245,9 @@ class VectorField:
         probe = Probe(
             {name: found for name, found in hidden.items() if found}, outside, draws_random, written
         )
-        return (value if keep_graph else value.detach()), probe
+        # Where y needs no gradient, the graph back to `start` alone leads nowhere.
+        useful = y.requires_grad or leaves or outside or reached - {id(start)}
+        return (value if keep_graph and useful else value.detach()), probe
 
     def _require_constant(self, t: Tensor, y: Tensor, value: Tensor) -> None:
         """A result whose graph does not reach y is right only if it does not depend on y."""
@@ -285,7 +324,7 @@ class Probe:
     draws_random : bool
         f advanced a random number generator.
     written_buffers : list of Tensor
-        Buffers of the module that f wrote to.
+        Buffers of the module, if f wrote to any.
     """
 
     hidden: dict[str, list[Tensor]]

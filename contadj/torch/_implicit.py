@@ -19,7 +19,7 @@ from torch import Tensor
 from ..tableaus import Tableau
 from . import _tree
 from ._errors import SolveError, SolveStats
-from ._field import StateLayout
+from ._field import StateLayout, inside_transform
 from ._options import NEWTON
 from ._steps import (
     Row,
@@ -28,6 +28,7 @@ from ._steps import (
     Step,
     VectorField,
     combine,
+    enter,
     host_time,
     time_like,
 )
@@ -291,8 +292,9 @@ def find_root(equation: Equation, x: Tensor, options: NewtonOptions, where: str)
         before = change
     raise NewtonError(
         f"Newton's iteration {where} did not converge in {options.max_iterations} iterations: the "
-        f"residual is {float(residual.abs().max()):.1e}, the last update {change:.1e} of the state's size (wanted "
-        f"{rtol:.1e}); take smaller steps, give a better guess, or loosen the tolerance"
+        f"residual is {float(residual.abs().max()):.1e}, the last update {change:.1e} of the "
+        f"state's size (wanted {rtol:.1e}); take smaller steps, give a better guess, or loosen "
+        "the tolerance"
     )
 
 
@@ -472,6 +474,11 @@ def implicit_step(
     Christianson 1994, Reverse accumulation and attractive fixed points,
     doi:10.1080/10556789408805572. Blondel et al. 2022, arXiv:2105.15183.
     """
+    if inside_transform():
+        raise ValueError(
+            "`implicit_step` iterates until it has converged and does not serve inside torch.func "
+            "transforms: use torch.autograd, and `batch_dims` for a batch"
+        )
     layout = StateLayout(guess, "guess")
     start = layout.flatten(guess).detach()
     if isinstance(atol, bool) or not isinstance(atol, int | float) or not atol >= 0.0:
@@ -554,6 +561,7 @@ class ImplicitRungeKutta(RungeKutta):
     ) -> Step:
         """Take one step; the parameters are those of `RungeKutta.take`."""
         h, times = self.size_and_times(t, t_next, y, times)
+        enter(f, t, t_next)
         step = Step(t, t_next, y, y, [], [], times)
         slopes, stages = step.slopes, step.stages
         for block in self._blocks:
@@ -665,6 +673,7 @@ class ImplicitRungeKutta(RungeKutta):
             return step.slopes[s]
         if not self._rows[0]:
             return step.slopes[0]
+        enter(f, step.t, step.t_next)
         return f(time_like(step.t, step.y), step.y)
 
     def complete(self, f: VectorField, step: Step) -> None:
@@ -672,6 +681,7 @@ class ImplicitRungeKutta(RungeKutta):
         if len(step.slopes) < self._interpolant_stages:
             first = self.start_slope(f, step)
             step.slopes.append(first)
+            enter(f, step.t, step.t_next)
             step.slopes.append(f(time_like(step.t_next, step.y), step.y_next))
 
     def evaluate(self, f: VectorField, step: Step, t: float | Tensor) -> Tensor:

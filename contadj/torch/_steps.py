@@ -71,6 +71,13 @@ class Step:
         return h.to(self.y.device, real_dtype(self.y)) if isinstance(h, Tensor) else h
 
 
+def enter(f: VectorField, t: float | Tensor, t_next: float | Tensor) -> None:
+    """Tell a vector field that may jump which step its next evaluations belong to."""
+    announce = getattr(f, "enter", None)
+    if announce is not None:
+        announce(t, t_next)
+
+
 def real_dtype(y: Tensor) -> torch.dtype:
     """The dtype that times and step sizes have beside a state."""
     return y.dtype.to_real() if y.dtype.is_complex else y.dtype
@@ -184,6 +191,7 @@ class RungeKutta:
         Step
         """
         h, times = self.size_and_times(t, t_next, y, times)
+        enter(f, t, t_next)
         step = Step(t, t_next, y, y, [], [], times)
         slopes, stages = step.slopes, step.stages
         count = len(self._rows) - self.fsal
@@ -256,6 +264,7 @@ class RungeKutta:
     def complete(self, f: VectorField, step: Step) -> None:
         """Append f(t_next, y_next) to the slopes where the interpolant needs it."""
         if len(step.slopes) < self._interpolant_stages:
+            enter(f, step.t, step.t_next)
             step.slopes.append(f(time_like(step.t_next, step.y), step.y_next))
 
 
@@ -358,13 +367,19 @@ def adaptive_steps(
     assert tableau.embedded_order is not None
     exponent = min(tableau.order, tableau.embedded_order) + 1.0
     direction = 1.0 if t1 > t0 else -1.0
+    knots = getattr(f, "knots", ())
     stops = sorted(
-        {s for s in (*control.step_t, *control.jump_t) if 0 < direction * (s - t0) < abs(t1 - t0)},
+        {
+            s
+            for s in (*control.step_t, *control.jump_t, *knots)
+            if 0 < direction * (s - t0) < abs(t1 - t0)
+        },
         key=lambda s: direction * s,
     )
-    jumps = set(control.jump_t)
+    jumps = {*control.jump_t, *getattr(f, "jumps", ())}
     stops.append(t1)
     size = control.first_step
+    enter(f, t0, stops[0])
     if size is None:
         if first is None:
             first = f(time_like(t0, y), y)

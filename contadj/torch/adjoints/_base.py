@@ -163,13 +163,40 @@ def fixed_steps(
     """Steps over given step times, without reading anything back from the device."""
     table = stage_times(method, times, y)
     last = len(times) - 2
+    jumps = getattr(f, "jumps", ())
     for n, (t, t_next) in enumerate(zip(times[:-1].tolist(), times[1:].tolist(), strict=True)):
         step = method.take(
             f, t, t_next, y, times=table[n], first=first, last=method.fsal and n < last
         )
         yield step
         y = step.y_next
-        first = step.slopes[-1] if method.fsal and n < last else None
+        carried = method.fsal and n < last and t_next not in jumps
+        first = step.slopes[-1] if carried else None
+
+
+def check_replay(integration: Integration, y: Tensor, got: Tensor, expected: Tensor) -> None:
+    """A step from y taken again must give the state that the forward pass stored.
+
+    Raises
+    ------
+    SolveError
+        If it does not: f is another function now.
+    """
+    if not got.numel():
+        return
+    eps = torch.finfo(expected.dtype).eps
+    # Two evaluations may round differently (other kernels): f by a small part of itself, the sum
+    # y + h f by a few units in the last place. A changed f differs by more.
+    increment = (expected - y).abs().max()
+    rounding = 4 * eps * expected.abs().max() + min(1e4 * eps, 1e-2) * increment + 1e-30
+    difference = (got - expected).abs().max()
+    if bool(difference > rounding):
+        raise SolveError(
+            "`func` is not the function it was in the forward pass: the last step gives another "
+            f"state (by up to {float(difference):.1e}). Something that f reads changed in between: "
+            "an attribute, a counter, a parameter, or random numbers",
+            integration.stats,
+        )
 
 
 def time_leaf(value: float) -> Tensor:

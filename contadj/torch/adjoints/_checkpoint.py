@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ...checkpointing import OfflineSnapshots, OnlineSnapshots, check_count, walk_back
 from .._compile import CompiledRungeKutta
-from .._errors import SolveError
 from .._mesh import Mesh
 from .._steps import Step, host_time
 from ._base import (
@@ -21,6 +20,7 @@ from ._base import (
     Outputs,
     ReplayingAdjoint,
     accumulate,
+    check_replay,
     stage_times,
     time_leaf,
 )
@@ -309,21 +309,7 @@ class _Sweep:
         expected, self._y_end = self._y_end, None
         if expected is None:
             return
-        got = y_next.detach()
-        scale = expected.abs().max() if expected.numel() else expected.new_zeros(()).real
-        increment = (expected - y.detach()).abs()
-        eps = torch.finfo(expected.dtype).eps
-        # Two evaluations may round differently (other kernels): f by a small part of itself, the
-        # sum y + h f by a few units in the last place. A changed f differs by more.
-        rounding = 4 * eps * scale + min(1e4 * eps, 1e-2) * increment.max() if got.numel() else 0.0
-        if bool(((got - expected).abs() > rounding + 1e-30).any()):
-            raise SolveError(
-                "`func` is not the function it was in the forward pass: the last step gives "
-                f"another state (by up to {float((got - expected).abs().max()):.1e}). Something "
-                "that f reads changed in between: an attribute, a counter, a parameter, or random "
-                "numbers",
-                self.integration.stats,
-            )
+        check_replay(self.integration, y.detach(), y_next.detach(), expected)
 
     def gradients(self):
         """dL/dy0, dL/dt, dL/dparams."""

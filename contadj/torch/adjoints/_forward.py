@@ -70,7 +70,7 @@ class _Contract(torch.autograd.Function):
             if grad is None or jacobian is None:
                 continue
             # sum over the output of conj(tangent) times cotangent
-            part = jacobian.reshape(len(jacobian), -1).conj() @ grad.flatten()
+            part = jacobian.reshape(len(jacobian), grad.numel()).conj() @ grad.flatten()
             total = part if total is None else total + part
         if total is None:
             return (None, None, *[None] * len(inputs))
@@ -123,7 +123,7 @@ class _Tangents:
         unit = torch.eye(like.numel(), dtype=like.dtype, device=like.device)
         if like.is_complex():
             unit = torch.cat([unit, 1j * unit])
-        tangent[columns] = unit.reshape(-1, *like.shape)
+        tangent[columns] = unit.reshape(len(unit), *like.shape)
         return tangent
 
     def run(self):
@@ -162,7 +162,7 @@ class _Tangents:
 
     def _advance(self, y, tangent, n, start, end, indices, mesh_times, found: Step):
         integration = self.integration
-        with torch.enable_grad():
+        with integration.again(), torch.enable_grad():
             leaf = y.detach().requires_grad_()
             inputs, tangents = [leaf, *self.params], [tangent, *self.param_tangents]
             times = None

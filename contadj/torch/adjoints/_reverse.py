@@ -53,12 +53,16 @@ class ReverseOptions:
             method = stepper(tableau, options, integration.f.layout)
         if self.options is None and isinstance(forward, Mesh):
             return method, forward
+        drive = integration.f.drive
         defaults = forward if isinstance(forward, StepControl) else StepControl()
         given = {"rtol": self.rtol, "atol": self.atol}
         tolerances = {name: value for name, value in given.items() if value is not None}
         defaults = replace(defaults, step_t=(), jump_t=(), **tolerances)
         times = integration.times[::-1].copy()
-        return method, parse_options(method.tableau.name, self.options, times, defaults)
+        mesh = parse_options(method.tableau.name, self.options, times, defaults)
+        if isinstance(mesh, Mesh) and drive is not None:
+            mesh = drive.on_knots(mesh, "mesh" in (self.options or {}))
+        return method, mesh
 
 
 class AdjointSystem:
@@ -104,6 +108,20 @@ class AdjointSystem:
     def field(self) -> VectorField:
         """f(t, y)."""
         return self._integration.f
+
+    @property
+    def knots(self) -> tuple[float, ...]:
+        """Step times of a control."""
+        return self.field.knots
+
+    @property
+    def jumps(self) -> frozenset[float]:
+        """Times at which f jumps."""
+        return self.field.jumps
+
+    def enter(self, t: float, t_next: float) -> None:
+        """The next evaluations belong to the step from t to t_next."""
+        self.field.enter(t, t_next)
 
     @property
     def rebuilds(self) -> bool:
@@ -225,6 +243,7 @@ class ImplicitAdjointMethod(ImplicitRungeKutta):
         h, times = self.size_and_times(t, t_next, y, times)
         assert isinstance(h, float) and isinstance(t, float) and isinstance(t_next, float)
         system.begin(self, h, reused=False)
+        system.enter(t, t_next)
         if system.rebuilds:
             known = None if first is None else first[0]
             inner = super().take(system.field, t, t_next, y[0], times=times, first=known)
@@ -513,15 +532,23 @@ class ReverseSolve:
 
     def _along(self, i: int, cotangent: Tensor) -> Tensor:
         """Re <cotangent, f(t_i, y)>."""
+        self._enter_beside(i)
         with torch.no_grad():
             time = time_like(float(self.integration.times[i]), self._y)
             slope = self.integration.f(time, self._y)
         return (cotangent.conj() * slope).sum().real.double().cpu()
 
+    def _enter_beside(self, i: int) -> None:
+        """The solution goes on after an observation but the last."""
+        times = self.integration.times
+        toward = times[i + 1] if i + 1 < len(times) else times[i - 1]
+        self.integration.f.enter_beside(float(times[i]), float(toward))
+
     def _cost_rate(self, i: int) -> Tensor | float:
         integration = self.integration
         if integration.running_cost is None or self._cotangents.cost is None:
             return 0.0
+        self._enter_beside(i)
         with torch.no_grad():
             time = time_like(float(integration.times[i]), self._y)
             rate = integration.running_cost(time, self._y)

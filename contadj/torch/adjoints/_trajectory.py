@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._steps import Step
-from ._base import Integration
+from ._base import Integration, check_replay
 
 
 class Trajectory:
@@ -35,6 +35,9 @@ class Trajectory:
         self._keys = [self._sign * time for time in self._times]
         self._at = {time: n for n, time in enumerate(self._times)}
         self._entered: tuple[int, Step] | None = None
+        with torch.no_grad():
+            last = self._enter(len(states) - 2)
+            check_replay(integration, last.y, last.y_next, states[-1])
 
     def __call__(self, t: float) -> Tensor:
         """The state at a time of the interval."""
@@ -43,11 +46,15 @@ class Trajectory:
             return self._states[n]
         n = bisect_right(self._keys, self._sign * t) - 1
         n = min(max(n, 0), len(self._times) - 2)
-        with torch.no_grad():
-            if self._entered is None or self._entered[0] != n:
-                step = self._integration.method.take(
-                    self._integration.f, self._times[n], self._times[n + 1], self._states[n],
-                    last=True,
-                )  # fmt: skip
-                self._entered = n, step
-            return self._integration.method.evaluate(self._integration.f, self._entered[1], t)
+        with torch.no_grad(), self._integration.f.elsewhere():
+            step = self._enter(n)
+            return self._integration.method.evaluate(self._integration.f, step, t)
+
+    def _enter(self, n: int) -> Step:
+        """Step n, taken again unless it is the one in work."""
+        if self._entered is None or self._entered[0] != n:
+            step = self._integration.method.take(
+                self._integration.f, self._times[n], self._times[n + 1], self._states[n], last=True
+            )
+            self._entered = n, step
+        return self._entered[1]
