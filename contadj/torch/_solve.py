@@ -18,7 +18,7 @@ from . import _torchdiffeq
 from ._compile import CompiledRungeKutta, named_params
 from ._controls import Drive
 from ._errors import SolveError, SolveStats
-from ._field import Probe, StateLayout, VectorField, inside_transform
+from ._field import Probe, StateLayout, VectorField, graph_leaves, inside_transform
 from ._implicit import stepper
 from ._mesh import Mesh, Times
 from ._options import parse_options
@@ -262,6 +262,7 @@ def solve(
             )  # fmt: skip
             if replays:
                 tensors = _complete_params(tensors, probe, adjoint, chosen is not None)
+                _refuse_dependent(tensors)
                 integration.buffers = probe.written_buffers
         needed = tuple(param for param in tensors if param.requires_grad)
         if compile:
@@ -444,6 +445,20 @@ def _costs(
     if loss is not None:
         costs["loss"] = lambda t, y: loss(0, t, y)
     return costs
+
+
+def _refuse_dependent(params: tuple[Tensor, ...]) -> None:
+    """Raise if one parameter was computed from another, whose gradient would count twice."""
+    for param in params:
+        if param.grad_fn is None:
+            continue
+        others = [other for other in params if other is not param]
+        if graph_leaves(param, None, others)[2]:
+            raise ValueError(
+                f"`params` (or a control) has a tensor of shape {tuple(param.shape)} that was "
+                "computed from another one of them, which would count twice: give params=(...) "
+                "without the earlier one, or compute the later one inside `func`"
+            )
 
 
 def _check_finite(integration: Integration, y0: Tensor, outputs: tuple) -> None:
