@@ -404,12 +404,20 @@ def definition_digest(spec: str, problem: GradientProblem, method: str) -> str:
         name, options = _parse_built_in(spec)
         numbers.append(problem_data(name, **options).constants)
     _digest(digest, [spec, problem.framework, *numbers])
-    try:
-        digest.update(Path(inspect.getfile(inspect.unwrap(problem.f))).read_bytes())
-    except (TypeError, OSError):  # a callable object: its class has the file
-        digest.update(Path(inspect.getfile(type(problem.f))).read_bytes())
+    digest.update(_source(problem.f))
     _digest(digest, [method, TABLEAUS.get(method)])
     return digest.hexdigest()[:16]
+
+
+def _source(function: Any) -> bytes:
+    """The text of the file a function, or the class of a callable object, is written in."""
+    function = inspect.unwrap(getattr(function, "func", function))  # decorated, functools.partial
+    for owner in (function, type(function)):
+        try:
+            return Path(inspect.getfile(owner)).read_bytes()
+        except (TypeError, OSError):
+            continue
+    return repr(type(function)).encode()
 
 
 def _digest(digest: Any, value: Any) -> None:
