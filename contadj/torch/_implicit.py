@@ -285,7 +285,7 @@ def find_root(equation: Equation, x: Tensor, options: NewtonOptions, where: str)
         theta = change / before if np.isfinite(before) else 1.0
         if change == 0.0 or (theta < 1.0 and change * theta / (1.0 - theta) <= rtol):
             return x
-        if fresh and theta > 0.1 and change <= 1e4 * eps:
+        if fresh and theta > 0.1 and before < np.inf and change <= min(1e4 * eps, eps**0.5):
             return x
         if theta > 0.02 and before < np.inf:
             factors = None
