@@ -64,6 +64,11 @@ class Step:
         """The state that is observed."""
         return self.y
 
+    def release(self) -> None:
+        """Let go of the stages, so that they do not lie beside those of the next step."""
+        self.slopes.clear()
+        self.stages.clear()
+
     @property
     def h(self) -> float | Tensor:
         """The step size, in the dtype and on the device of the state if it is a tensor."""
@@ -355,7 +360,8 @@ def adaptive_steps(
 ) -> Iterator[Step]:
     """Accepted steps from t0 to t1, the last one ending exactly on t1.
 
-    f is never evaluated outside [t0, t1]. Each attempt reads one number back from the device.
+    A step has its stages until the next one is asked for. f is never evaluated outside [t0, t1].
+    Each attempt reads one number back from the device.
 
     Raises
     ------
@@ -436,9 +442,11 @@ def adaptive_steps(
                 return
             stop += lands
             first = step.slopes[-1] if method.fsal and t not in jumps else None
+            step.release()
         else:
             on_reject()
             first = step.slopes[0]
+            step.release()
             factor = control.safety * error ** (-1.0 / exponent) if np.isfinite(error) else 0.0
             size = h * min(1.0, max(control.dfactor, factor))
             size = min(max(size, control.min_step), control.max_step)
