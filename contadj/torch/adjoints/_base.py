@@ -160,7 +160,10 @@ def fixed_steps(
     y: Tensor,
     first: Tensor | None = None,
 ) -> Iterator[Step]:
-    """Steps over given step times, without reading anything back from the device."""
+    """Steps over given step times, without reading anything back from the device.
+
+    A step has its stages until the next one is asked for.
+    """
     table = stage_times(method, times, y)
     last = len(times) - 2
     jumps = getattr(f, "jumps", ())
@@ -172,6 +175,7 @@ def fixed_steps(
         y = step.y_next
         carried = method.fsal and n < last and t_next not in jumps
         first = step.slopes[-1] if carried else None
+        step.release()
 
 
 def check_replay(integration: Integration, y: Tensor, got: Tensor, expected: Tensor) -> None:
