@@ -9,6 +9,7 @@ writes to buffers.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,17 +83,41 @@ class StateLayout:
             tensor = value.detach().to(like.device, like.real.dtype)
             if self.single:
                 torch.broadcast_shapes(tensor.shape, self.shapes[0])
-            return tensor
+            return _non_negative(tensor, argument)
         parts, _ = _tree.flatten(value)
         if len(parts) != len(self.shapes):
             raise ValueError(
                 f"`{argument}` must be a number, a tensor, or have the structure of `y0` "
                 f"({len(self.shapes)} leaves), got {len(parts)} leaves"
             )
-        return torch.cat([
+        whole = torch.cat([
             torch.as_tensor(part).to(like.device, like.real.dtype).expand(shape).ravel()
             for part, shape in zip(parts, self.shapes, strict=True)
         ])  # fmt: skip
+        return _non_negative(whole, argument)
+
+
+def _non_negative(tolerance: Tensor, argument: str) -> Tensor:
+    if not bool((tolerance >= 0.0).all()):
+        raise ValueError(f"`{argument}` must be non-negative, got {tolerance}")
+    return tolerance
+
+
+def modules_of(func: Any) -> list[nn.Module]:
+    """The modules that a function is, is bound to, or closes over."""
+    if isinstance(func, nn.Module):
+        return [func]
+    if isinstance(func, functools.partial):
+        inner = [func.func, *func.args, *func.keywords.values()]
+        return [module for part in inner for module in modules_of(part)]
+    held = [getattr(func, "__self__", None)]
+    for cell in getattr(func, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a variable that has no value yet
+            held.append(cell.cell_contents)
+    names = getattr(getattr(func, "__code__", None), "co_names", ())
+    scope = getattr(func, "__globals__", {})
+    held += [scope[name] for name in names if name in scope]
+    return [module for module in held if isinstance(module, nn.Module)]
 
 
 class VectorField:
@@ -155,7 +180,7 @@ class VectorField:
     def enter(self, t: float | Tensor, t_next: float | Tensor) -> None:
         """The next evaluations belong to the step from t to t_next."""
         if self.drive is not None:
-            self.drive.enter(float(t), float(t_next))
+            self.drive.enter(*(x.item() if isinstance(x, Tensor) else x for x in (t, t_next)))
 
     def enter_beside(self, t: float, toward: float) -> None:
         """The next evaluations are limits at t, from the side of `toward`."""
@@ -213,7 +238,7 @@ class VectorField:
             If f depends on y in a way that its graph does not show.
         """
         start = y.view_as(y) if keep_graph and y.requires_grad else y.detach().requires_grad_()
-        buffers = list(self.func.buffers()) if isinstance(self.func, nn.Module) else []
+        buffers = [buffer for module in modules_of(self.func) for buffer in module.buffers()]
         versions = [buffer._version for buffer in buffers]
         random_before = _random_state(y.device)
         differentiates: list[bool] = []  # whether f's own derivative in y has a graph

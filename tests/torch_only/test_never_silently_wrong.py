@@ -465,7 +465,6 @@ def test_batch_norm_updates_its_buffers_in_the_forward_pass_only(adjoint):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.xfail(strict=True, reason="buffers of a module inside a plain function are not found")
 def test_batch_norm_inside_a_plain_function_updates_its_buffers_once():
     f, after_forward, _ = normalised(CheckpointAdjoint(), as_module=False)
     assert all(map(torch.equal, f.buffers(), after_forward))

@@ -67,8 +67,14 @@ class BacksolveAdjoint(ReplayingAdjoint):
     on_reversal: str = "warn"
 
     def __post_init__(self) -> None:
+        _ = self.settings  # refuses a bad one at once
         check_reversal(self.on_reversal)
         check_count("restart_every", self.restart_every)
+
+    @property
+    def settings(self) -> ReverseOptions:
+        """The settings of the reverse solve."""
+        return ReverseOptions(self.method, self.rtol, self.atol, self.options, self.seminorm)
 
     def forward(self, integration: Integration, y0: Tensor):
         """Solve, keeping the states at the observation times only."""
@@ -105,8 +111,7 @@ class BacksolveAdjoint(ReplayingAdjoint):
         if integration.loss is None:
             pieces.update(zip(integration.times.tolist(), tensors[-1], strict=True))
         pieces[float(integration.times[0])] = y0
-        settings = ReverseOptions(self.method, self.rtol, self.atol, self.options, self.seminorm)
-        reverse = ReverseSolve(settings, integration, y_end, params, t, cotangents, last_size)
+        reverse = ReverseSolve(self.settings, integration, y_end, params, t, cotangents, last_size)
         result = solve_or_explain(self, reverse, pieces)
         report_reversal(
             integration.stats,

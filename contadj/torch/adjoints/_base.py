@@ -365,7 +365,7 @@ def report_reversal(
 ) -> None:
     """Record the reversal error, and warn or raise where it is above the tolerance."""
     stats.reversal_error = error = float(drift / scale) if float(scale) > 0 else float(drift)
-    if error <= tolerance:
+    if error <= tolerance or tolerance == float("inf"):
         return
     message = (
         f"the state rebuilt in reverse time is off by {error:.1e} of its size (more than "

@@ -41,6 +41,14 @@ class InterpolatingAdjoint(ReplayingAdjoint):
     options: Mapping[str, Any] | None = None
     seminorm: bool = False
 
+    def __post_init__(self) -> None:
+        _ = self.settings  # refuses a bad one at once
+
+    @property
+    def settings(self) -> ReverseOptions:
+        """The settings of the reverse solve."""
+        return ReverseOptions(self.method, self.rtol, self.atol, self.options, self.seminorm)
+
     def forward(self, integration: Integration, y0: Tensor):
         """Solve, keeping the states of the accepted steps."""
         outputs = Outputs(integration)
@@ -69,9 +77,8 @@ class InterpolatingAdjoint(ReplayingAdjoint):
         """Integrate lambda from the last observation time to the first."""
         times, last_size = notes
         solution = Trajectory(integration, times, tensors)
-        settings = ReverseOptions(self.method, self.rtol, self.atol, self.options, self.seminorm)
         reverse = ReverseSolve(
-            settings,
+            self.settings,
             integration,
             tensors[-1],
             params,

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...tableaus import get_tableau
+from ...tableaus import TABLEAUS, get_tableau
+from .. import _torchdiffeq
 from .._compile import CompiledRungeKutta
 from .._errors import SolveError
 from .._field import VectorField
@@ -43,6 +44,17 @@ class ReverseOptions:
     options: Mapping[str, Any] | None
     seminorm: bool
 
+    def __post_init__(self) -> None:
+        if self.method is not None and self.method not in (*TABLEAUS, *_torchdiffeq.METHODS):
+            raise ValueError(
+                f"`method` must be one of {', '.join(TABLEAUS)}, or one of torchdiffeq's for its "
+                f"engine; got {self.method!r}"
+            )
+        for argument in ("rtol", "atol"):
+            value = getattr(self, argument)
+            if value is not None and not value >= 0.0:
+                raise ValueError(f"`{argument}` must be non-negative, got {value!r}")
+
     def solver(self, integration: Integration) -> tuple[RungeKutta, Mesh | StepControl]:
         """The method, and its mesh or its step-size control."""
         forward = integration.mesh
@@ -51,7 +63,8 @@ class ReverseOptions:
             tableau = method.tableau if self.method is None else get_tableau(self.method)
             options = {**newton_options(method), **(self.options or {})}
             method = stepper(tableau, options, integration.f.layout)
-        if self.options is None and isinstance(forward, Mesh):
+        tolerances_given = self.rtol is not None or self.atol is not None
+        if self.options is None and isinstance(forward, Mesh) and not tolerances_given:
             return method, forward
         drive = integration.f.drive
         defaults = forward if isinstance(forward, StepControl) else StepControl()
