@@ -92,7 +92,7 @@ class Control:
         ValueError
             If t lies outside the knots.
         """
-        time = float(t)
+        time = t.item() if isinstance(t, Tensor) else float(t)
         first, last = self._knots[0], self._knots[-1]
         if not first <= time <= last:
             raise ValueError(f"the control is given on [{first}, {last}], not at t = {time}")
