@@ -3,15 +3,26 @@
 from ._problems import builtin_problem
 from ._rollout import RolloutGradient, rollout, rollout_adjoint
 from ._steps import get_solver
-from .adjoints import BacksolveAdjoint, CheckpointAdjoint, DirectAdjoint
+from ._value_grad_and_stats import BackwardStats, value_grad_and_stats
+from .adjoints import (
+    BacksolveAdjoint,
+    CheckpointAdjoint,
+    DirectAdjoint,
+    ForwardSensitivity,
+    ReversibleAdjoint,
+)
 
 __all__ = [
     "BacksolveAdjoint",
+    "BackwardStats",
     "CheckpointAdjoint",
     "DirectAdjoint",
+    "ForwardSensitivity",
+    "ReversibleAdjoint",
     "RolloutGradient",
     "builtin_problem",
     "get_solver",
     "rollout",
     "rollout_adjoint",
+    "value_grad_and_stats",
 ]

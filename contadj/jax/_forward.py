@@ -11,7 +11,6 @@ from typing import Any
 
 import diffrax
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
@@ -74,7 +73,7 @@ class Stepper(eqx.Module):
     """
 
     terms: ClosedTerm | None
-    whole: Callable | None
+    whole: Any
     solver_type: Any = eqx.field(static=True)
     interpolation: Callable = eqx.field(static=True)
 
@@ -187,11 +186,14 @@ class Step(eqx.Module):
     ts_index: Any
 
 
+def hundred_ulp(t):
+    """The distance below which two times near t are one."""
+    return 100 * jnp.finfo(jnp.result_type(t)).eps * jnp.abs(lax.stop_gradient(t))
+
+
 def clip_to_end(tprev, tnext, t1, keep_step):
     """Let a step that ends within 100 ulp of t1 end there, as Diffrax does."""
-    floor = lax.stop_gradient(t1)
-    for _ in range(100):
-        floor = jnp.nextafter(floor, -jnp.inf)
+    floor = t1 - hundred_ulp(t1)
     clipped = jnp.where(keep_step, t1, tprev + 0.5 * (t1 - tprev))
     return jnp.where(tnext > floor, clipped, tnext)
 
@@ -290,9 +292,9 @@ def _first_state(solve: Solve, options: Options, record: PyTree) -> March:
     zero = jnp.int32(0)
     carried = solve.stepper.init(solve.t0, solve.y0, solve.solver_state)
     return March(
-        solve.y0, solve.t0, solve.tnext, solve.tnext, options.made_jump, carried, solve.controller_state,
-        options.progress, _tree.strong(RESULTS.successful), zero, zero, zero, zero,
-        options.ts, options.ys, record,
+        solve.y0, solve.t0, solve.tnext, solve.tnext, options.made_jump, carried,
+        solve.controller_state, options.progress, _tree.strong(RESULTS.successful),
+        zero, zero, zero, zero, options.ts, options.ys, record,
     )  # fmt: skip
 
 
@@ -353,7 +355,13 @@ def march(
         error = jtu.tree_map(lambda x: jnp.where(jnp.isnan(x), jnp.inf, x), error)
         kept, tprev, tnext, made_jump, controller_state, controller_result = (
             controller.adapt_step_size(
-                m.tprev, m.tnext, m.y, y1, options.args, error, options.error_order,
+                m.tprev,
+                m.tnext,
+                m.y,
+                y1,
+                options.args,
+                error,
+                options.error_order,
                 m.controller_state,
             )
         )

@@ -30,6 +30,11 @@ def _pend_running_cost(t, y, p: Params):
     return x**2 + 0.1 * v**2
 
 
+def _driven(t, y, p: Params):
+    x, v = y
+    return jnp.stack([v, -p["b"] * v - p["k"] * jnp.sin(x) + p["g"] * jnp.cos(2 * t)])
+
+
 def _mlp(t, y, p: Params):
     return p["W2"] @ jnp.tanh(p["W1"] @ y + p["b1"]) + p["b2"]
 
@@ -77,6 +82,7 @@ def _costs(data: ProblemData) -> dict[str, Callable]:
         "lin": {"terminal_cost": distance},
         "nonaut": {"terminal_cost": distance},
         "pend": {"terminal_cost": pend_end, "running_cost": _pend_running_cost},
+        "driven": {"terminal_cost": pend_end},
         "mlp": {"terminal_cost": half_distance},
         "slow_fast": {"terminal_cost": slow_end},
         "van_der_pol": {"terminal_cost": van_der_pol_end},
@@ -88,6 +94,7 @@ _FIELDS: dict[str, Callable] = {
     "lin": _lin,
     "nonaut": _nonaut,
     "pend": _pend,
+    "driven": _driven,
     "mlp": _mlp,
     "slow_fast": _slow_fast,
     "van_der_pol": _van_der_pol,

@@ -128,19 +128,18 @@ def get_solver(name: str) -> diffrax.AbstractSolver:
 
 def evaluations(solver: diffrax.AbstractSolver) -> int | None:
     """Evaluations of the vector field in one step started afresh; None where it varies."""
-    tableau = getattr(solver, "tableau", None)
-    if isinstance(solver, diffrax.AbstractERK) and isinstance(tableau, diffrax.ButcherTableau):
+    tableau = explicit_tableau(solver)
+    if tableau is not None:
         return tableau.num_stages - int(tableau.fsal)
     return 1 if isinstance(solver, diffrax.Euler) else None
 
 
 def explicit_tableau(solver: diffrax.AbstractSolver) -> diffrax.ButcherTableau | None:
     """The tableau of a solver whose step it says all about, else None."""
-    if isinstance(solver, diffrax.AbstractERK) and isinstance(
-        solver.tableau, diffrax.ButcherTableau
-    ):
-        return solver.tableau
-    return None
+    # A wrapper such as HalfSolver passes for what it wraps, but has no tableau of its own.
+    tableau = getattr(solver, "tableau", None)
+    explicit = isinstance(solver, diffrax.AbstractERK)
+    return tableau if explicit and isinstance(tableau, diffrax.ButcherTableau) else None
 
 
 def _combine(y: PyTree, weights, ks: list[PyTree]) -> PyTree:
@@ -234,6 +233,8 @@ def fresh_step(solver: diffrax.AbstractSolver) -> Callable:
 
 def differentiable(solver: diffrax.AbstractSolver) -> diffrax.AbstractSolver:
     """`solver` with its loop over stages differentiable in both modes, however often."""
+    if isinstance(solver, diffrax.HalfSolver):
+        return diffrax.HalfSolver(differentiable(solver.solver))
     if isinstance(solver, diffrax.AbstractRungeKutta) and solver.scan_kind is None:
         return eqx.tree_at(
             lambda s: s.scan_kind, solver, "bounded", is_leaf=lambda leaf: leaf is None

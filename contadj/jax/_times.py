@@ -109,7 +109,7 @@ def pull_step(solve, n, step, before, d_tprev, d_tnext, mesh: MeshCotangent) -> 
     # decided outside.
     pinned = (step.attempt == solve.t1) & ~first
     mesh = eqx.tree_at(lambda m: m.t1, mesh, mesh.t1 + jnp.where(pinned, end, 0))
-    inner = controller
+    inner: Any = controller
     if type(controller) is diffrax.ClipStepSizeController:
         inner = controller.controller
         for name in ("step_ts", "jump_ts"):

@@ -35,6 +35,11 @@ def materialise(cotangent: PyTree, primal: PyTree) -> PyTree:
     return jtu.tree_map(leaf, primal, cotangent, is_leaf=lambda v: v is None)
 
 
+def norm(tree: PyTree):
+    """The Euclidean norm of all leaves together."""
+    return jnp.sqrt(sum(jnp.sum(jnp.abs(x) ** 2) for x in jtu.tree_leaves(tree)))
+
+
 def where(condition, x: PyTree, y: PyTree) -> PyTree:
     """Choose one of two pytrees of one structure, leaf by leaf."""
     return jtu.tree_map(lambda a, b: jnp.where(condition, a, b), x, y)
@@ -122,8 +127,8 @@ def undo_floats(tree: PyTree, like: PyTree) -> PyTree:
     """What `as_floats` was given, its dtypes those of `like`; nothing to differentiate."""
 
     def leaf(x, old):
-        if not eqx.is_array(x):
-            return x
+        if not hasattr(old, "dtype"):
+            return old
         x = jax.lax.stop_gradient(x)
         return x.astype(old.dtype) if x.dtype != old.dtype else x
 

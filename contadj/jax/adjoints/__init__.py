@@ -3,5 +3,13 @@
 from ._backsolve import BacksolveAdjoint
 from ._checkpoint import CheckpointAdjoint
 from ._direct import DirectAdjoint
+from ._forward import ForwardSensitivity
+from ._reversible import ReversibleAdjoint
 
-__all__ = ["BacksolveAdjoint", "CheckpointAdjoint", "DirectAdjoint"]
+__all__ = [
+    "BacksolveAdjoint",
+    "CheckpointAdjoint",
+    "DirectAdjoint",
+    "ForwardSensitivity",
+    "ReversibleAdjoint",
+]

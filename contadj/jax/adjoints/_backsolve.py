@@ -22,6 +22,7 @@ from .._forward import (
     Solve,
     Stepper,
     clip_to_end,
+    hundred_ulp,
     leave,
     march,
     prepare,
@@ -118,7 +119,9 @@ class BacksolveAdjoint(diffrax.AbstractAdjoint):
         solve = eqx.tree_at(lambda s: s.saving, solve, identity)
         if not _diffrax.saves_state(sub):
             length = options.ts.shape[0]
-            states = jtu.tree_map(lambda x: jnp.full((length, *x.shape), jnp.inf, x.dtype), solve.y0)
+            states = jtu.tree_map(
+                lambda x: jnp.full((length, *x.shape), jnp.inf, x.dtype), solve.y0
+            )
             options = eqx.tree_at(lambda o: o.ys, options, states)
         backward = _Backward(
             solver if self.method is None else self.method, self.rtol, self.atol, self.seminorm,
@@ -215,11 +218,17 @@ def _solve_bwd(residuals, cotangents, perturbed, inputs, *, options, backward):
         gradient = eqx.tree_at(
             lambda s: s.controller.jump_ts, gradient, d_jumps, is_leaf=lambda x: x is None
         )
-    return gradient, d_active, None if probe is None else stats.astype(probe.dtype)
+    return gradient, d_active, _as_probe(stats, probe)
+
+
+def _as_probe(stats, probe):
+    if probe is None:
+        return None
+    return jnp.stack([jnp.asarray(x, probe.dtype) for x in stats])
 
 
 def _augmented_norm(norm: Callable, seminorm: bool) -> Callable:
-    """Error control on the larger of the norms of y, lambda and, without the seminorm, theta-bar."""
+    """The largest of the norms of y, lambda and, without the seminorm, theta-bar."""
 
     def augmented(tree):
         y, adjoint, sums = tree
@@ -233,7 +242,7 @@ def _augmented_norm(norm: Callable, seminorm: bool) -> Callable:
 
 def _controller(solve: Solve, backward: _Backward):
     """The backward controller, or None for the forward mesh reversed."""
-    controller = solve.controller
+    controller: Any = solve.controller
     if type(controller) in _FIXED:
         if backward.rtol is None:
             return None
@@ -242,7 +251,7 @@ def _controller(solve: Solve, backward: _Backward):
         )
     controller = controller.wrap(-1)  # jumps and steps that must be met, in reversed time
     wrapped = type(controller) is diffrax.ClipStepSizeController
-    inner = controller.controller if wrapped else controller
+    inner: Any = controller.controller if wrapped else controller
     inner = eqx.tree_at(
         lambda c: (c.rtol, c.atol, c.norm),
         inner,
@@ -280,18 +289,13 @@ class _Reverse(eqx.Module):
     result: Any
     num_steps: Any
     accepted: Any
+    evaluations: Any
     reversal: Any
     d_ts: Any
     d_jumps: Any
 
 
-def _size(y: PyTree):
-    return jnp.sqrt(sum(jnp.sum(jnp.abs(x) ** 2) for x in jtu.tree_leaves(y)))
-
-
-def _retrace(
-    solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved, moving, jumping
-):
+def _retrace(solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved, moving, jumping):
     first = int(solve.saving.t0)
     t0 = solve.t0
 
@@ -311,6 +315,7 @@ def _retrace(
 
     terms = diffrax.ODETerm(augmented)
     solver = backward.solver
+    jump_ts = getattr(solve.controller, "jump_ts", None)
     controller = _controller(solve, backward)
     order = solver.error_order(terms)
 
@@ -336,7 +341,7 @@ def _retrace(
             (y, adjoint, sums), waiting, reversal, d_ts = carry
             stored, jump = _tree.read(ys, waiting), _tree.read(g_ys, waiting)
             gone = jtu.tree_map(jnp.subtract, y, stored)
-            reversal = jnp.maximum(reversal, _size(gone))
+            reversal = jnp.maximum(reversal, _tree.norm(gone))
             if moving:
                 rate = _pair(jump, slope(ts[waiting], stored))
                 d_ts = d_ts.at[waiting].set(g_ts[waiting] + rate)
@@ -353,9 +358,7 @@ def _retrace(
 
     def passed(s, interval):
         """Skip the points of the fixed mesh that s has reached, to rounding."""
-        near = s
-        for _ in range(100):
-            near = jnp.nextafter(near, jnp.inf)
+        near = s + hundred_ulp(s)
         return lax.while_loop(
             lambda i: (i >= 1) & (-_mesh_point(solve, i) <= near), lambda i: i - 1, interval
         )
@@ -371,7 +374,7 @@ def _retrace(
         )
         interval = passed(s0, number - 1)
         snext = mesh_target(interval)
-        controller_state, made_jump = None, jnp.asarray(True)
+        controller_state, made_jump = None, jnp.asarray(False)
     else:
         interval = zero
         snext, controller_state = controller.init(
@@ -382,17 +385,21 @@ def _retrace(
     snext = clip_to_end(s0, snext, stop(waiting), True)
     solver_state = _tree.strong(solver.init(terms, s0, snext, state, None))
     stepper = Stepper(solver, terms, s0, state, None, solver_state, made_jump)
+    # Evaluations per attempt: a first-same-as-last stage is carried over, but not over a jump.
+    tableau = None if stepper.carries else stepper.tableau
+    fsal = tableau is not None and tableau.fsal
+    per_step = jnp.nan if tableau is None else tableau.num_stages - int(fsal)
+    count = jnp.asarray(float(fsal), jnp.result_type(s0))
     start = _Reverse(
         s0, snext, length, state, made_jump, stepper.init(s0, state, solver_state),
-        controller_state, waiting, interval, _tree.strong(RESULTS.successful), zero, zero,
-        reversal, d_ts, jnp.zeros_like(solve.controller.jump_ts) if jumping else None,
+        controller_state, waiting, interval, _tree.strong(RESULTS.successful), zero, zero, count,
+        reversal, d_ts, jnp.zeros_like(jump_ts) if jumping else None,
     )  # fmt: skip
 
     def across(s_before, s, state, d_jumps):
         """Moving a discontinuity at T changes the cost by lambda^T (f(T-) - f(T+))."""
-        times = solve.controller.jump_ts
-        hit = (s_before < -times) & (s > -times)
-        t = times[jnp.argmax(hit)]
+        hit = (s_before < -jump_ts) & (s > -jump_ts)
+        t = jump_ts[jnp.argmax(hit)]
         y, adjoint, _ = state
 
         def rate():
@@ -403,7 +410,10 @@ def _retrace(
 
     def more(r: _Reverse):
         go = (r.s < s1) & (r.result == RESULTS.successful)
-        return go if backward.max_steps is None else go & (r.num_steps < backward.max_steps)
+        if controller is None or backward.max_steps is None:
+            return go  # a fixed mesh ends by itself
+        # An observation may cost a step of its own.
+        return go & (r.num_steps < backward.max_steps + len(ts))
 
     def body(r: _Reverse) -> _Reverse:
         state, error, _, solver_state, result = stepper(
@@ -441,17 +451,18 @@ def _retrace(
         result = RESULTS.where(result == RESULTS.successful, controller_result, result)
         return _Reverse(
             s, snext, length, state, made_jump, solver_state, controller_state, waiting, interval,
-            result, r.num_steps + 1, r.accepted + jnp.where(kept, 1, 0), reversal, d_ts,
-            d_jumps,
+            result, r.num_steps + 1, r.accepted + jnp.where(kept, 1, 0),
+            r.evaluations + per_step + jnp.where(r.made_jump, int(fsal), 0),
+            reversal, d_ts, d_jumps,
         )  # fmt: skip
 
     end = _tree.while_loop(more, body, start)
     y, adjoint, sums = end.state
-    reversal = jnp.maximum(end.reversal, _size(jtu.tree_map(jnp.subtract, y, solve.y0)))
+    reversal = jnp.maximum(end.reversal, _tree.norm(jtu.tree_map(jnp.subtract, y, solve.y0)))
     largest = jnp.max(
-        jax.vmap(lambda t, y: jnp.where(jnp.isfinite(t), _size(y), 0))(ts, ys), initial=0
+        jax.vmap(lambda t, y: jnp.where(jnp.isfinite(t), _tree.norm(y), 0))(ts, ys), initial=0
     )
-    reversal = reversal / jnp.maximum(largest, _size(solve.y0))
+    reversal = reversal / jnp.maximum(largest, _tree.norm(solve.y0))
     reached = (end.s >= s1) & (end.result == RESULTS.successful)
     d_t0 = None
     if moving:
@@ -461,9 +472,7 @@ def _retrace(
         if d_t0 is not None:
             d_t0 = d_t0 + g_ts[0]
     rejected = end.num_steps - end.accepted
-    stats = jnp.stack(
-        [x.astype(reversal.dtype) for x in (end.accepted, rejected, reversal)]
-    )
+    stats = (end.accepted, rejected, end.evaluations, reversal)
     found = (adjoint, sums, end.d_ts, d_t0, end.d_jumps)
     # A gradient from a backward solve that did not reach t0 is no gradient.
     found = jtu.tree_map(lambda x: jnp.where(reached, x, jnp.nan), found)

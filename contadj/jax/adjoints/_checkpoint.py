@@ -6,15 +6,14 @@ from typing import Any
 
 import diffrax
 import equinox as eqx
-import equinox.internal as eqxi
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 
 from .. import _diffrax, _tree
-from .._forward import Options, Solve, Step, leave, march, prepare, restore
-from .._times import MeshCotangent, pull_step, require_rule
+from .._forward import March, Options, Solve, Step, leave, march, prepare, restore
+from .._revolve import Schedule, reverse
+from ._replay import jumped, split, sweep
 
 PyTree = Any
 
@@ -28,26 +27,37 @@ class CheckpointAdjoint(diffrax.AbstractAdjoint):
         lambda_n = (dy_{n+1}/dy_n)^T lambda_{n+1} + (observations in the step),
         theta-bar += (dy_{n+1}/dtheta)^T lambda_{n+1}.
 
-    Time follows the steps taken; memory is `capacity` states.
+    Time follows the steps taken; memory is `capacity` states, or K states with `snapshots=K`: the
+    others are then recomputed from the nearest one, as few times as can be where the number of
+    steps is known beforehand (`ConstantStepSize`, `StepTo`), from evenly spaced snapshots where
+    it is not.
 
     Gradients with respect to t0, t1 and the times of `SaveAt(ts=...)` are those of the numerical
     solution, its mesh moving as the step-size controller moves it.
 
     Parameters
     ----------
+    snapshots : int, optional
+        Number of states kept; None keeps all.
     capacity : int, optional
         Room for accepted steps; `max_steps` where None. Buffers have a fixed size under `jax.jit`,
         so that a capacity near the number of steps taken saves memory and the time to clear it. A
-        solve that needs more fails.
+        solve that needs more fails. With snapshots, only the step times take room.
+
+    References
+    ----------
+    Griewank & Walther, Algorithm 799: Revolve (2000), doi:10.1145/347837.347846.
     """
 
+    snapshots: int | None = eqx.field(static=True, default=None)
     capacity: int | None = eqx.field(static=True, default=None)
+    probe: Any = None
 
     def __check_init__(self):
-        if self.capacity is not None and (
-            not isinstance(self.capacity, int) or self.capacity < 1
-        ):
-            raise ValueError(f"`capacity` must be None or an int of at least 1, got {self.capacity!r}")
+        for name in ("snapshots", "capacity"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"`{name}` must be None or an int of at least 1, got {value!r}")
 
     def loop(self, *, init_state, **kwargs):
         solve, options = prepare("CheckpointAdjoint", init_state=init_state, **kwargs)
@@ -59,201 +69,152 @@ class CheckpointAdjoint(diffrax.AbstractAdjoint):
             )
         if options.max_steps is not None:
             capacity = min(capacity, options.max_steps)
-        end, buffers = _solve(solve, options=options, capacity=capacity)
-        return _diffrax.finished(init_state, restore(end, solve, options), buffers), {}
+        snapshots = None if self.snapshots is None else min(self.snapshots, capacity)
+        room = _Room(capacity, snapshots)
+        end, buffers = _solve((solve, self.probe), options=options, room=room)
+        end = restore(end, solve, options)
+        if options.throw and (options.max_steps is None or capacity < options.max_steps):
+            exceeded = (end.accepted == capacity) & (
+                end.result == diffrax.RESULTS.max_steps_reached
+            )
+            end = eqx.error_if(
+                end,
+                exceeded,
+                f"the solve needs more than the {capacity} accepted steps that `contadj.jax."
+                "CheckpointAdjoint(capacity=...)` has room for; raise `capacity`",
+            )
+        return _diffrax.finished(init_state, end, buffers), {}
 
 
-def _forward(solve: Solve, options: Options, capacity: int | None):
-    if capacity is None:
-        return march(solve, options)
-    start = Step(
-        solve.t0, solve.tnext, solve.tnext, solve.y0,
-        solve.solver_state if solve.stepper.carries else None,
-        None if options.made_jump is False or not solve.stepper.carries else options.made_jump,
+class _Room(eqx.Module):
+    """Room for accepted steps, and for states if these are fewer."""
+
+    capacity: int = eqx.field(static=True)
+    snapshots: int | None = eqx.field(static=True)
+
+
+class _Record(eqx.Module):
+    """What the forward solve leaves for the backward sweep.
+
+    `mesh` holds every accepted step without its state; `states` all the states, or the snapshots
+    with `indices` their step numbers. With an unknown number of steps they are `stride` apart.
+    """
+
+    mesh: Step
+    states: PyTree
+    indices: Any
+    stride: Any
+
+
+def _number_of_steps(solve: Solve):
+    """How many steps the controller will take, where that is known."""
+    if type(solve.controller) is diffrax.StepTo:
+        return jnp.int32(len(solve.controller.ts) - 1)
+    if type(solve.controller) is diffrax.ConstantStepSize:
+        return solve.controller_state[1].astype(jnp.int32)
+    return None
+
+
+def _recorded(solve: Solve, options: Options, room: _Room) -> tuple[March, _Record]:
+    """The forward solve, its accepted steps recorded."""
+    example = Step(
+        solve.t0, solve.tnext, solve.tnext, solve.y0, solve.solver_state, options.made_jump,
         jnp.int32(0),
     )  # fmt: skip
+    bare, state = split(solve, options, example)
+    mesh = _tree.buffer(room.capacity, bare)
+    slots = room.snapshots
+    if slots is None:
+        start = _Record(mesh, _tree.buffer(room.capacity, state), None, None)
+    else:
+        number = _number_of_steps(solve)
+        indices = None
+        if number is not None:
+            number = jnp.minimum(number, room.capacity)
+            indices, _ = Schedule(room.capacity, slots).first_sweep(number)
+        start = _Record(mesh, _tree.buffer(slots, state), indices, jnp.int32(1))
 
-    def keep(n, step: Step, record):
-        if not solve.stepper.carries:
-            step = eqx.tree_at(
-                lambda s: (s.solver_state, s.made_jump), step, (None, None),
-                is_leaf=lambda x: x is None,
-            )  # fmt: skip
-        elif options.made_jump is False:
-            step = eqx.tree_at(lambda s: s.made_jump, step, None)
-        return _tree.write(record, n, step)
+    def keep(n, step: Step, record: _Record):
+        bare, state = split(solve, options, step)
+        mesh = _tree.write(record.mesh, n, bare)
+        if slots is None:
+            return _Record(mesh, _tree.write(record.states, n, state), None, None)
+        states, stride = record.states, record.stride
+        if record.indices is not None:
+            hit = record.indices == n
+            slot, due = jnp.argmax(hit), jnp.any(hit)
+        else:
+            # Full: drop every other snapshot and space the next ones twice as far.
+            full = n == slots * stride
 
-    return march(
-        solve, options, capacity=capacity, keep=keep, record=_tree.buffer(capacity, start)
-    )
+            def thin(states):
+                chosen = jnp.minimum(2 * jnp.arange(slots), slots - 1)
+                return jtu.tree_map(lambda x: x[chosen], states)
+
+            if slots > 1:
+                states = lax.cond(full, thin, lambda states: states, states)
+            stride = jnp.where(full, 2 * stride, stride)
+            slot, due = n // stride, n % stride == 0
+            due = due & (slot < slots)
+        states = lax.cond(due, lambda s: _tree.write(s, slot, state), lambda s: s, states)
+        return _Record(mesh, states, record.indices, stride)
+
+    end = march(solve, options, capacity=room.capacity, keep=keep, record=start)
+    return end, end.record
 
 
 @eqx.filter_custom_vjp
-def _solve(solve: Solve, *, options: Options, capacity: int):
-    return leave(march(solve, options, capacity=capacity))
+def _solve(inputs, *, options: Options, room: _Room):
+    return leave(march(inputs[0], options, capacity=room.capacity))
 
 
 @_solve.def_fwd
-def _solve_fwd(perturbed, solve: Solve, *, options: Options, capacity: int):
-    end = _forward(solve, options, capacity)
-    return leave(end), (end.record, end.accepted, end.ts_index, end.save_index)
+def _solve_fwd(perturbed, inputs, *, options: Options, room: _Room):
+    end, record = _recorded(inputs[0], options, room)
+    return leave(end), (record, end.accepted, end.ts_index, end.y, end.tprev)
 
 
 @_solve.def_bwd
-def _solve_bwd(residuals, cotangents, perturbed, solve: Solve, *, options, capacity):
-    record, count, ts_index, _ = residuals
-    _, (g_ts, g_ys) = cotangents
-    moving = any(
-        jtu.tree_leaves(
-            (perturbed.t0, perturbed.t1, perturbed.tnext, perturbed.controller_state)
+def _solve_bwd(residuals, cotangents, perturbed, inputs, *, options, room):
+    solve, probe = inputs
+    again = []
+    record, *end = residuals
+    count = end[0]
+
+    def visit(pull_back, start):
+        if room.snapshots is None:
+
+            def body(k, carry):
+                n = count - 1 - k
+                return pull_back(n, _tree.read(record.states, n), carry)
+
+            return lax.fori_loop(0, count, body, start)
+
+        def advance(n, stored):
+            step: Step = _tree.read(record.mesh, n)
+            y, _, state = solve.stepper.replay(step.tprev, step.tnext, *stored, jumped(step))
+            return _tree.strong((y, state))
+
+        indices = record.indices
+        if indices is None:
+            numbers = jnp.arange(room.snapshots, dtype=jnp.int32) * record.stride
+            indices = jnp.where(numbers < count, numbers, -1)
+        # A solve that stopped early has not got to its later snapshots.
+        indices = jnp.where(indices < count, indices, -1)
+        schedule = Schedule(room.capacity, room.snapshots)
+        used = jnp.sum(indices >= 0)
+        carry, advanced = reverse(
+            schedule, count, indices, used, record.states, advance, pull_back, start
         )
-    ) or any(jtu.tree_leaves(perturbed.controller))
-    if moving:
-        require_rule(solve.controller, "CheckpointAdjoint")
-    return _sweep(solve, options, record, count, ts_index, g_ts, g_ys, perturbed, moving)
+        again.append(advanced)
+        return carry
 
-
-def _sweep(solve, options, record, count, ts_index, g_ts, g_ys, perturbed, moving):
-    stepper, saving = solve.stepper, solve.saving
-    # Only what is asked for is differentiated: constants among the leaves cost nothing.
-    functions = (stepper, saving.fn)
-    active, fixed = eqx.partition(functions, (perturbed.stepper, perturbed.saving.fn))
-    g_ys = _tree.materialise(g_ys, options.ys)
-    g_ts = jnp.zeros_like(options.ts) if g_ts is None else g_ts
-    first = int(saving.t0)
-
-    def saved(active, t, y):
-        return eqx.combine(active, fixed)[1](t, y)
-
-    def pull_saved(index, t, y):
-        """Cotangents of (functions, t, y) from output `index`."""
-        _, pull = _tree.vjp(saved, active, t, y)
-        d_active, d_t, d_y = pull(_tree.read(g_ys, index))
-        return d_active, g_ts[index] + (0 if d_t is None else d_t), d_y
-
-    zero_y = _tree.zeros(solve.y0)
-    sums = _tree.zeros(active)
-    mesh = MeshCotangent(solve) if moving else None
-    d_saved = None if saving.ts is None else jnp.zeros_like(saving.ts)
-    adjoint = zero_y
-    at_end = jnp.zeros_like(solve.t0)
-
-    # The end: SaveAt(t1=True), and times asked for that no step reached (t0 = t1).
-    last = _tree.read(record, jnp.maximum(count - 1, 0))
-    if saving.t1 and saving.steps != 1:
-        trivial = solve.t0 == solve.t1
-        index = first + jnp.where(trivial, 0 if saving.ts is None else len(saving.ts), ts_index)
-        if saving.steps:
-            index = index + count // saving.steps
-        pred = True if saving.steps == 0 else count % saving.steps != 0
-        y_end, t_end = _end_state(stepper, last, solve, count)
-        d_active, d_t, d_y = pull_saved(index, t_end, y_end)
-        scale = jnp.where(pred, 1, 0)
-        sums, adjoint = jtu.tree_map(
-            lambda x: x * scale.astype(x.dtype), (_tree.add(sums, d_active), _tree.add(adjoint, d_y))
-        )
-        at_end = at_end + d_t * scale
-    if saving.ts is not None:
-
-        def trivial_one(j, carry):
-            sums, adjoint = carry
-            d_active, _, d_y = pull_saved(first + j, solve.t0, solve.y0)
-            return _tree.add(sums, d_active), _tree.add(adjoint, d_y)
-
-        asked = jnp.where(solve.t0 == solve.t1, len(saving.ts), 0)
-        sums, adjoint = lax.fori_loop(0, asked, trivial_one, (sums, adjoint))
-
-    d_state = None
-    if stepper.carries:
-        d_state = _tree.zeros(solve.solver_state)
-
-    def body(k, carry):
-        sums, adjoint, d_state, mesh, d_saved, seen, at_end = carry
-        n = count - 1 - k
-        step: Step = _tree.read(record, n)
-        made_jump = options.made_jump if step.made_jump is None else step.made_jump
-        if not stepper.carries:
-            made_jump = False
-
-        if saving.steps:
-            due = (n + 1) % saving.steps == 0
-
-        def again(active, tprev, tnext, y, state):
-            y1, dense, state = eqx.combine(active, fixed)[0].replay(
-                tprev, tnext, y, state, made_jump
-            )
-            return y1, None if saving.ts is None else dense, state
-
-        (y1, dense, _), pull = _tree.vjp(
-            again, active, step.tprev, step.tnext, step.y, step.solver_state
-        )
-        d_tnext = at_end
-        if saving.steps:
-            index = first + seen + (n + 1) // saving.steps - 1
-            d_active, d_t, d_y = pull_saved(index, step.tnext, y1)
-            one = jnp.where(due, 1, 0)
-            scaled = jtu.tree_map(lambda x: x * one.astype(x.dtype), (d_active, d_y, d_t))
-            sums, adjoint = _tree.add(sums, scaled[0]), _tree.add(adjoint, scaled[1])
-            d_tnext = d_tnext + scaled[2]
-        d_tprev = jnp.zeros_like(step.tprev)
-        d_dense = None
-        if saving.ts is not None:
-            offset = first + (n // saving.steps if saving.steps else 0)
-
-            def at(active, t, tprev, tnext, dense):
-                stepper, fn = eqx.combine(active, fixed)
-                return fn(t, stepper.evaluate(t, tprev, tnext, dense))
-
-            def one_output(i, inner):
-                sums, d_tprev, d_tnext, d_dense, d_saved = inner
-                j = seen - 1 - i
-                _, pull_out = _tree.vjp(
-                    at, active, saving.ts[j], step.tprev, step.tnext, dense
-                )
-                d_active, d_t, d_a, d_b, d_k = pull_out(_tree.read(g_ys, offset + j))
-                d_saved = d_saved.at[j].add(g_ts[offset + j] + d_t)
-                return (
-                    _tree.add(sums, d_active), d_tprev + d_a, d_tnext + d_b,
-                    _tree.add(d_dense, d_k), d_saved,
-                )  # fmt: skip
-
-            start = (sums, d_tprev, d_tnext, _tree.zeros(dense), d_saved)
-            sums, d_tprev, d_tnext, d_dense, d_saved = lax.fori_loop(
-                0, seen - step.ts_index, one_output, start
-            )
-        d_active, d_a, d_b, d_y, d_state = pull((adjoint, d_dense, d_state))
-        sums = _tree.add(sums, d_active)
-        if mesh is not None:
-            before: Step = _tree.read(record, jnp.maximum(n - 1, 0))
-            mesh = pull_step(solve, n, step, before, d_tprev + d_a, d_tnext + d_b, mesh)
-        return sums, d_y, d_state, mesh, d_saved, step.ts_index, jnp.zeros_like(at_end)
-
-    start = (sums, adjoint, d_state, mesh, d_saved, ts_index, at_end)
-    sums, adjoint, d_state, mesh, d_saved, _, at_start = lax.fori_loop(0, count, body, start)
-    d_t0 = at_start
-    if saving.t0:
-        d_active, d_t, d_y = pull_saved(0, solve.t0, solve.y0)
-        sums, adjoint, d_t0 = _tree.add(sums, d_active), _tree.add(adjoint, d_y), d_t0 + d_t
-
-    d_stepper, d_fn = sums
-    gradient = eqx.tree_at(
-        lambda s: (s.stepper, s.saving.fn, s.saving.ts, s.y0, s.solver_state),
-        eqx.filter(solve, lambda x: False),
-        (d_stepper, d_fn, d_saved, adjoint, d_state),
-        is_leaf=lambda x: x is None,
+    gradient = sweep(
+        "CheckpointAdjoint", solve, options, record.mesh, end, cotangents, perturbed[0], visit
     )
-    if mesh is not None:
-        gradient = eqx.tree_at(
-            lambda s: (s.controller, s.controller_state, s.t0, s.t1, s.tnext),
-            gradient,
-            (mesh.controller, mesh.controller_state, mesh.t0 + d_t0, mesh.t1, mesh.tnext),
-            is_leaf=lambda x: x is None,
-        )
-    return gradient
-
-
-def _end_state(stepper, last: Step, solve: Solve, count):
-    """y and t after the last step, made again."""
-    made_jump = False if last.made_jump is None else last.made_jump
-    y, _, _ = stepper.replay(last.tprev, last.tnext, last.y, last.solver_state, made_jump)
-    return _tree.where(count > 0, y, solve.y0), jnp.where(count > 0, last.tnext, solve.t0)
+    if probe is None:
+        return gradient, None
+    made = count + (again[0] if again else 0)
+    per_step = jnp.nan if solve.stepper.carries else solve.stepper.tableau.num_stages
+    stats = (made, 0, made * per_step, 0)
+    return gradient, jnp.stack([jnp.asarray(x, probe.dtype) for x in stats])
