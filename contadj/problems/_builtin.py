@@ -30,7 +30,7 @@ def lin() -> ProblemData:
         0.0,
         t1,
         {"target": np.array(target)},
-        gradient=Gradient((y1 - target) ** 2, [c * growth], [d_a, d_theta]),
+        gradient=Gradient.of((y1 - target) ** 2, [c * growth], [d_a, d_theta]),
         adjoint=lambda t: np.array([c * np.exp(a * (t1 - t))]),
     )
 
@@ -49,7 +49,7 @@ def nonaut() -> ProblemData:
         0.0,
         t1,
         {"target": np.array(target)},
-        gradient=Gradient((y1 - target) ** 2, [c * growth], [c * growth * integral]),
+        gradient=Gradient.of((y1 - target) ** 2, [c * growth], [c * growth * integral]),
         adjoint=lambda t: np.array([c * np.exp(np.sin(t1) - np.sin(t))]),
     )
 
@@ -66,7 +66,7 @@ def pend() -> ProblemData:
         0.0,
         3.0,
         {"target": np.array(0.2)},
-        gradient=Gradient(
+        gradient=Gradient.of(
             2.5163076029908411,
             [4.0148221024091919, 1.5599533751186352],
             [-3.02072405013184, -0.12226617254457035],
@@ -84,7 +84,7 @@ def mlp() -> ProblemData:
         {
             "W1": np.sin(1.0 + i + 2 * j),
             "W2": 0.8 * np.cos(2.0 * k - m),
-            "b1": 0.1 * np.arange(4) - 0.15,
+            "b1": np.array([-0.15, -0.05, 0.05, 0.15]),
             "b2": np.array([0.1, -0.2]),
         },
         0.0,
@@ -111,6 +111,21 @@ def slow_fast(K: float = 20.0, t1: float = 1.0) -> ProblemData:
 def van_der_pol(mu: float = 5.0, t1: float = 1.0) -> ProblemData:
     """Van der Pol's oscillator: x' = v, v' = mu (1 - x^2) v - x, L = x(T)^2 + v(T)^2 / 2."""
     return ProblemData("van_der_pol", np.array([2.0, 0.0]), {"mu": np.array(mu)}, 0.0, t1)
+
+
+def driven() -> ProblemData:
+    """Driven pendulum, nonlinear with explicit time: x' = v, v' = -b v - k sin x + g cos 2t.
+
+    L = (x(T) - 0.2)^2 + v(T)^2 / 2.
+    """
+    return ProblemData(
+        "driven",
+        np.array([1.0, 0.5]),
+        {"b": np.array(0.3), "g": np.array(0.8), "k": np.array(2.0)},
+        0.0,
+        3.0,
+        {"target": np.array(0.2)},
+    )
 
 
 def hare_lynx() -> ProblemData:
@@ -140,7 +155,8 @@ def hare_lynx() -> ProblemData:
 
 
 BUILT_IN: dict[str, Callable[..., ProblemData]] = {
-    make.__name__: make for make in (lin, nonaut, pend, mlp, slow_fast, van_der_pol, hare_lynx)
+    make.__name__: make
+    for make in (lin, nonaut, pend, driven, mlp, slow_fast, van_der_pol, hare_lynx)
 }
 
 

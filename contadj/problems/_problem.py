@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 
@@ -35,6 +35,11 @@ class Gradient:
     cost: float
     y0: Array
     params: Array
+
+    @staticmethod
+    def of(cost: float, y0: ArrayLike, params: ArrayLike) -> Gradient:
+        """A gradient from anything that numpy takes for an array."""
+        return Gradient(cost, np.asarray(y0, np.float64), np.asarray(params, np.float64))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cost", float(self.cost))

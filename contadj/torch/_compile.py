@@ -87,7 +87,7 @@ def _kernels(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         def forward(y, params):
             return step(func, layout, params, times, h, y, None, last)[:2]
 
-        (following, slopes), pull = vjp(forward, y, params)
+        (following, slopes), pull = vjp(forward, y, params)  # pyright: ignore
         cotangents = torch.zeros_like(slopes) if slope_cotangents is None else slope_cotangents
         grad_y, grad_params = pull((adjoint, cotangents))
         if totals is not None:
@@ -102,7 +102,7 @@ def _pull_field(func, layout, params, t, y, adjoint):
     def field(y, params):
         return _call(func, layout, params, t, y)
 
-    slope, pull = vjp(field, y, params)
+    slope, pull = vjp(field, y, params)  # pyright: ignore
     grad_y, grad_params = pull(adjoint)
     return slope, grad_y, grad_params
 

@@ -33,6 +33,11 @@ def _pend_running_cost(t, y, p: Params):
     return x**2 + 0.1 * v**2
 
 
+def _driven(t, y, p: Params):
+    x, v = y.unbind()
+    return torch.stack([v, -p["b"] * v - p["k"] * torch.sin(x) + p["g"] * torch.cos(2 * t)])
+
+
 def _mlp(t, y, p: Params):
     return p["W2"] @ torch.tanh(p["W1"] @ y + p["b1"]) + p["b2"]
 
@@ -86,6 +91,7 @@ _FIELDS: dict[str, tuple[Callable, dict[str, Callable]]] = {
     "lin": (_lin, {"terminal_cost": _distance}),
     "nonaut": (_nonaut, {"terminal_cost": _distance}),
     "pend": (_pend, {"terminal_cost": _pend_end}),
+    "driven": (_driven, {"terminal_cost": _pend_end}),
     "mlp": (_mlp, {"terminal_cost": _half_distance}),
     "slow_fast": (_slow_fast, {"terminal_cost": _slow_end}),
     "van_der_pol": (_van_der_pol, {"terminal_cost": _van_der_pol_end}),

@@ -17,6 +17,7 @@ from ._base import (
     Outputs,
     ReplayingAdjoint,
     check_reversal,
+    check_slope,
     report_reversal,
 )
 from ._reverse import ReverseOptions, ReverseSolve, solve_or_explain
@@ -79,6 +80,7 @@ class BacksolveAdjoint(ReplayingAdjoint):
     def forward(self, integration: Integration, y0: Tensor):
         """Solve, keeping the states at the observation times only."""
         outputs = Outputs(integration)
+        slope = integration.first
         y, scale, last_size = y0, torch.linalg.vector_norm(y0), 0.0
         stored: dict[float, Tensor] = {}
         for n, step in enumerate(integration.steps(y0)):
@@ -92,7 +94,9 @@ class BacksolveAdjoint(ReplayingAdjoint):
         tensors = [y, scale, *stored.values()]
         if results[0] is not None:
             tensors.append(results[0])
-        return results, tensors, (list(stored), last_size)
+        if slope is not None:
+            tensors.append(slope)
+        return results, tensors, (list(stored), last_size, slope is not None)
 
     def backward(
         self,
@@ -105,7 +109,10 @@ class BacksolveAdjoint(ReplayingAdjoint):
         cotangents: Cotangents,
     ):
         """Integrate the adjoint ODE from the last observation time to the first."""
-        stored_times, last_size = notes
+        stored_times, last_size, watched = notes
+        if watched:
+            *tensors, slope = tensors
+            check_slope(integration, float(integration.times[0]), y0, slope)
         y_end, scale = tensors[:2]
         pieces = dict(zip(stored_times, tensors[2:], strict=False))
         if integration.loss is None:

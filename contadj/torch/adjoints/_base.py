@@ -195,12 +195,36 @@ def check_replay(integration: Integration, y: Tensor, got: Tensor, expected: Ten
     rounding = 4 * eps * expected.abs().max() + min(1e4 * eps, 1e-2) * increment + 1e-30
     difference = (got - expected).abs().max()
     if bool(difference > rounding):
-        raise SolveError(
-            "`func` is not the function it was in the forward pass: the last step gives another "
-            f"state (by up to {float(difference):.1e}). Something that f reads changed in between: "
-            "an attribute, a counter, a parameter, or random numbers",
-            integration.stats,
+        raise _changed(
+            integration, f"the last step gives another state (by {float(difference):.1e})"
         )
+
+
+def check_slope(integration: Integration, t: float, y: Tensor, expected: Tensor) -> None:
+    """f(t, y) must have the value that the forward pass saw.
+
+    Raises
+    ------
+    SolveError
+        If it does not: f is another function now.
+    """
+    if not expected.numel():
+        return
+    integration.f.enter_beside(t, float(integration.times[1]))
+    with torch.no_grad():
+        difference = (integration.f(time_like(t, y), y) - expected).abs().max()
+    rounding = min(1e4 * torch.finfo(expected.dtype).eps, 1e-2) * expected.abs().max() + 1e-30
+    if bool(difference > rounding):
+        evidence = f"f at t = {t:.8g} has another value (by {float(difference):.1e})"
+        raise _changed(integration, evidence)
+
+
+def _changed(integration: Integration, evidence: str) -> SolveError:
+    return SolveError(
+        f"`func` is not the function it was in the forward pass: {evidence}. Something that f "
+        "reads changed in between: an attribute, a counter, a parameter, or random numbers",
+        integration.stats,
+    )
 
 
 def time_leaf(value: float) -> Tensor:

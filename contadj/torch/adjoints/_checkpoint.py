@@ -280,13 +280,15 @@ class _Sweep:
         inside = self._inside(n, indices)
         if cotangent is not None and inside:
             # The dense output is linear in y and the slopes.
-            times = integration.times[inside.start : inside.stop]
+            times = integration.times[inside.start : inside.stop].tolist()
             weights = method.dense_weights(start, end, times, y)
             slope_cotangents = torch.tensordot(weights.T, cotangent[-len(inside) :], dims=1)
-        totals = None if self._param_grads[:1] in ([], [None]) else self._param_grads
-        y_next, self.adjoint, self._param_grads = method.pull_back(
-            integration.f, start, end, self._table[n], y, self.adjoint, slope_cotangents, totals
-        )  # type: ignore[assignment]
+        totals = [total for total in self._param_grads if total is not None]
+        y_next, self.adjoint, grads = method.pull_back(
+            integration.f, start, end, self._table[n], y, self.adjoint, slope_cotangents,
+            totals or None,
+        )  # fmt: skip
+        self._param_grads = list(grads)
         if cotangent is not None:
             self.adjoint = self.adjoint + cotangent.sum(0)
         self._check_replay(y, y_next)
