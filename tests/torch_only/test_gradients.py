@@ -581,7 +581,8 @@ def test_evaluations_on_a_fixed_mesh_are_counted_exactly(method):
     assert counts(DirectAdjoint(), method, options=options)[:2] == (once, 0)
     assert counts(CheckpointAdjoint(), method, options=options)[:2] == (once, once)
     backsolve = BacksolveAdjoint(reversal_tolerance=1.0)
-    assert counts(backsolve, method, options=options)[:2] == (once, once)
+    # One more looks whether f is still the function it was.
+    assert counts(backsolve, method, options=options)[:2] == (once, once + 1)
 
 
 def test_repeated_steps_with_snapshots_are_the_binomial_number():
