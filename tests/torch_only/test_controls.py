@@ -161,15 +161,15 @@ def test_knots_are_added_to_a_mesh_unless_they_are_in_it(options, steps):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("method", "order"), [("heun3", 3), ("rk4_classic", 4), ("gl4", 4)])
+@pytest.mark.parametrize(("method", "order"), [("heun3", 3), ("gl4", 4)])
 def test_a_method_keeps_its_order_across_knots(method, order, kind):
     def gradient(method, n):
         u, y0 = control(kind), start()
         value = loss(u, CheckpointAdjoint(), method, {"num_steps": n}, y0, tuple(KNOTS))
         return torch.cat([value.detach()[None], *torch.autograd.grad(value, [y0, u.values])])
 
-    exact = gradient("dopri8", 16)
-    coarse, fine = (float((gradient(method, n) - exact).norm()) for n in (8, 16))
+    exact = gradient("dopri8", 8)
+    coarse, fine = (float((gradient(method, n) - exact).norm()) for n in (4, 8))
     assert np.log2(coarse / fine) == pytest.approx(order, abs=0.35)
 
 
@@ -237,7 +237,7 @@ def test_every_other_adjoint_approaches_scipys_gradient(adjoint, kind):
 
 def functional_gradient(u):
     """H_u(t) = f_u^T lambda + c_u on a fine grid, for a smooth u(t), by a tight solve."""
-    fine = np.linspace(0, 3, 513)
+    fine = np.linspace(0, 3, 129)
     y = torch.tensor([1.0, 0.5])
 
     def f(t, y):
@@ -272,7 +272,7 @@ def test_the_gradient_of_a_held_control_over_h_converges_to_the_functional_gradi
 
     fine, slope = functional_gradient(smooth)
     errors = []
-    for n in (32, 64):
+    for n in (16, 32):
         knots = np.linspace(0, 3, n + 1)
         middles = (knots[1:] + knots[:-1]) / 2
         values = smooth(torch.tensor(middles)).requires_grad_()
@@ -283,7 +283,7 @@ def test_the_gradient_of_a_held_control_over_h_converges_to_the_functional_gradi
         assert solution.stats.steps_accepted == n
         total = solution.cost + end_cost(solution.ys[-1])
         density = torch.autograd.grad(total, values)[0].numpy() * n / 3
-        stride = 512 // n
+        stride = 128 // n
         at_starts, at_middles = slope[:-1:stride], slope[stride // 2 :: stride]
         assert np.allclose(fine[stride // 2 :: stride], middles)
         errors.append([np.abs(density - want).max() for want in (at_starts, at_middles)])
@@ -368,7 +368,7 @@ def test_the_ends_of_the_solve_move_along_the_limits_of_f(kind, adjoint):
 def test_decreasing_time_undoes_increasing_time(kind, adjoint):
     u, y0 = control(kind), start()
     t = torch.tensor([0.0, 3.0])
-    options = {"num_steps": 60}
+    options = {"num_steps": 20}
     there = odeint(driven, y0, t, method="gl4", options=options, control=u, adjoint=adjoint)[-1]
     back = odeint(
         driven, there, t.flip(0), method="gl4", options=options, control=u, adjoint=adjoint
