@@ -311,6 +311,27 @@ def test_a_step_whose_equations_are_not_solved_is_tried_again_with_a_smaller_one
     assert float(solution.ys[-1]) == pytest.approx(want, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("forward", "adjoint"),
+    [
+        ("rk4", BacksolveAdjoint(method="gl4", options={"num_steps": 40})),
+        ("gl6", BacksolveAdjoint(method="rk4", options={"num_steps": 40})),
+        ("gl6", BacksolveAdjoint(restart_every=3)),
+        ("gl6", GaussAdjoint(method="gl6", options={"num_steps": 10})),
+        ("gl6", InterpolatingAdjoint(method="radauIIA5", options={"num_steps": 20})),
+    ],
+)
+def test_the_reverse_solve_may_have_another_method_or_restart(forward, adjoint):
+    y0, k, _ = batch_inputs()
+    t = torch.tensor([0.0, 1.0, 2.0])
+    want = torch.autograd.grad(
+        batch_loss(CheckpointAdjoint(), "dopri8", {"num_steps": 20}, y0, k, t), [y0, k]
+    )
+    value = batch_loss(adjoint, forward, {"num_steps": 40}, y0, k, t)
+    got = torch.autograd.grad(value, [y0, k])
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("method", SOME)
 def test_a_hessian_vector_product_is_right(method):
     y0, k, t = batch_inputs()
@@ -381,6 +402,24 @@ def test_a_gradient_is_the_same_before_during_and_after_a_recorded_pass():
     ]
     torch.testing.assert_close(passes[0], passes[1], rtol=1e-14, atol=1e-14)
     torch.testing.assert_close(passes[0], passes[2], rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_whole_jacobians_and_hessians_can_be_asked_for(vectorize):
+    c = torch.tensor([0.3, 1.2])
+    x = cubic_root(c)
+    jacobian = torch.autograd.functional.jacobian(cubic_root, c, vectorize=vectorize)
+    torch.testing.assert_close(jacobian, torch.diag(-2 * c * x / (3 * x**2 + c**2)))
+    hessian = torch.autograd.functional.hessian(
+        lambda c: cubic_root(c).sum(), c, vectorize=vectorize
+    )
+    slopes = [
+        torch.autograd.functional.jacobian(cubic_root, c + shift).diagonal()
+        for shift in (1e-5, -1e-5)
+    ]
+    torch.testing.assert_close(
+        hessian, torch.diag((slopes[0] - slopes[1]) / 2e-5), rtol=1e-8, atol=1e-9
+    )
 
 
 def test_third_derivatives_are_refused():
