@@ -9,6 +9,8 @@ from .adjoints import (
     CheckpointAdjoint,
     DirectAdjoint,
     ForwardSensitivity,
+    GaussAdjoint,
+    InterpolatingAdjoint,
     ReversibleAdjoint,
 )
 
@@ -18,6 +20,8 @@ __all__ = [
     "CheckpointAdjoint",
     "DirectAdjoint",
     "ForwardSensitivity",
+    "GaussAdjoint",
+    "InterpolatingAdjoint",
     "ReversibleAdjoint",
     "RolloutGradient",
     "builtin_problem",

@@ -11,11 +11,19 @@ import numpy as np
 import optimistix
 import pytest
 
-from contadj.jax import BacksolveAdjoint, CheckpointAdjoint, DirectAdjoint
+from contadj.jax import (
+    BacksolveAdjoint,
+    CheckpointAdjoint,
+    DirectAdjoint,
+    GaussAdjoint,
+    InterpolatingAdjoint,
+)
 
 TIGHT = diffrax.PIDController(1e-10, 1e-10)
-ADJOINTS = [CheckpointAdjoint(), BacksolveAdjoint()]
+ADJOINTS = [CheckpointAdjoint(), BacksolveAdjoint(), InterpolatingAdjoint(), GaussAdjoint()]
 every_adjoint = pytest.mark.parametrize("adjoint", ADJOINTS, ids=lambda a: type(a).__name__)
+# InterpolatingAdjoint and GaussAdjoint refuse these, or share all that matters.
+two_adjoints = pytest.mark.parametrize("adjoint", ADJOINTS[:2], ids=lambda a: type(a).__name__)
 # Global errors at a tolerance of 1e-10 per step, and their amplification by the problems here.
 RTOL = 1e-7
 
@@ -89,7 +97,7 @@ def test_complex_states_with_real_and_complex_parameters_get_jax_s_gradient(adjo
     assert_trees_close(jax.grad(loss, (0, 1, 2))(*at), jax.grad(exact, (0, 1, 2))(*at))
 
 
-@every_adjoint
+@two_adjoints
 def test_the_time_of_a_discontinuity_gets_its_gradient(adjoint):
     # y' = 1[t < T] exp(-y): y(1) = log(1 + T)
     def loss(T):
@@ -133,7 +141,7 @@ def test_none_leaves_and_integer_args_are_left_alone(adjoint):
     assert_trees_close((d_y0, d_rates), (np.exp(-2.0), np.array([0, -np.exp(-2.0)])))
 
 
-@every_adjoint
+@two_adjoints
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=["y0", "args", "both"])
 def test_vmap_gives_each_element_its_gradient(adjoint, axes):
     def value(y0, a):
@@ -146,7 +154,7 @@ def test_vmap_gives_each_element_its_gradient(adjoint, axes):
     assert_trees_close((d_y0, d_a), (jnp.exp(-a) * ones, -y0 * jnp.exp(-a) * ones))
 
 
-@every_adjoint
+@two_adjoints
 def test_hessian_vector_products_by_forward_over_reverse_are_exact(adjoint):
     # y' = -a y^2 from 1: y(1) = 1 / (1 + a), d2y/da2 = 2 / (1 + a)^3
     def value(a):
@@ -157,7 +165,7 @@ def test_hessian_vector_products_by_forward_over_reverse_are_exact(adjoint):
     np.testing.assert_allclose([slope, curvature], [-1 / 1.7**2, 2 / 1.7**3], rtol=RTOL)
 
 
-@every_adjoint
+@two_adjoints
 def test_float32_reaches_the_gradient_to_its_precision(adjoint):
     def value(y0, a):
         controller = diffrax.PIDController(jnp.float32(1e-5), jnp.float32(1e-6))
@@ -183,7 +191,7 @@ def test_a_solve_over_an_empty_interval_returns_the_cotangents_of_y0(adjoint):
     assert jax.grad(loss)(2.0) == 3.0
 
 
-@every_adjoint
+@two_adjoints
 def test_the_solution_is_the_one_that_diffrax_returns(adjoint):
     def run(adjoint):
         saveat = diffrax.SaveAt(t0=True, ts=jnp.array([0.2, 0.21, 0.9]), t1=True)
@@ -198,7 +206,7 @@ def test_the_solution_is_the_one_that_diffrax_returns(adjoint):
     assert got.result == want.result
 
 
-@every_adjoint
+@two_adjoints
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -213,7 +221,7 @@ def test_what_an_adjoint_cannot_serve_is_refused_with_what_to_use(adjoint, chang
         solve(lambda t, y, args: -y, jnp.array([1.0]), adjoint=adjoint, **change)
 
 
-@every_adjoint
+@two_adjoints
 def test_noise_is_refused_with_what_to_use(adjoint):
     path = diffrax.VirtualBrownianTree(0.0, 1.0, 1e-2, (), jax.random.key(0))
     terms = diffrax.MultiTerm(

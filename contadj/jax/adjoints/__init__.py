@@ -4,6 +4,8 @@ from ._backsolve import BacksolveAdjoint
 from ._checkpoint import CheckpointAdjoint
 from ._direct import DirectAdjoint
 from ._forward import ForwardSensitivity
+from ._gauss import GaussAdjoint
+from ._interpolating import InterpolatingAdjoint
 from ._reversible import ReversibleAdjoint
 
 __all__ = [
@@ -11,5 +13,7 @@ __all__ = [
     "CheckpointAdjoint",
     "DirectAdjoint",
     "ForwardSensitivity",
+    "GaussAdjoint",
+    "InterpolatingAdjoint",
     "ReversibleAdjoint",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import diffrax
@@ -10,31 +9,23 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import optimistix as optx
 from jax import lax
 
-from .. import _diffrax, _tree
-from .._forward import (
-    RESULTS,
-    ClosedTerm,
-    Options,
-    Saving,
-    Solve,
-    Stepper,
-    clip_to_end,
-    hundred_ulp,
-    leave,
-    march,
-    prepare,
-    restore,
+from .. import _tree
+from .._forward import RESULTS, Options, Solve, Stepper, clip_to_end, hundred_ulp, leave, march
+from ._continuous import (
+    Backward,
+    ContinuousAdjoint,
+    as_probe,
+    backward_controller,
+    pair,
+    saved_times,
 )
-from .._steps import get_solver
 
 PyTree = Any
-_FIXED = (diffrax.ConstantStepSize, diffrax.StepTo)
 
 
-class BacksolveAdjoint(diffrax.AbstractAdjoint):
+class BacksolveAdjoint(ContinuousAdjoint):
     """The continuous gradient in O(1) memory: the adjoint ODE, solved in reverse time.
 
     From the last observation back to t0,
@@ -69,117 +60,17 @@ class BacksolveAdjoint(diffrax.AbstractAdjoint):
     (2021), arXiv:2009.09457.
     """
 
-    method: diffrax.AbstractSolver | None
-    rtol: Any
-    atol: Any
-    seminorm: bool = eqx.field(static=True)
-    max_steps: int | None = eqx.field(static=True)
-    probe: Any
-
-    def __init__(self, method=None, rtol=None, atol=None, *, seminorm=False, max_steps=None):
-        if isinstance(method, str):
-            method = get_solver(method)
-        if method is not None and not isinstance(method, diffrax.AbstractSolver):
-            raise TypeError(
-                "`method` must be the name of a method, a Diffrax solver such as diffrax.Tsit5(), "
-                f"or None; got {method!r}"
-            )
-        if not isinstance(seminorm, bool):
-            raise TypeError(f"`seminorm` must be a bool, got {seminorm!r}")
-        if max_steps is not None and (not isinstance(max_steps, int) or max_steps < 1):
-            raise ValueError(f"`max_steps` must be None or an int of at least 1, got {max_steps!r}")
-        self.method, self.rtol, self.atol = method, rtol, atol
-        self.seminorm, self.max_steps, self.probe = seminorm, max_steps, None
-
-    def loop(self, *, init_state, terms, solver, saveat, args, t0, **kwargs):
-        name = "BacksolveAdjoint"
-        if not _diffrax.is_ode_term(terms):
-            raise NotImplementedError(
-                f"`adjoint=contadj.jax.{name}()` serves one `diffrax.ODETerm`; add the vector "
-                "fields into one, or use "
-                "`adjoint=contadj.jax.CheckpointAdjoint()`"
-            )
-        sub = _diffrax.single_subsaveat(saveat, name)
-        if sub.steps:
-            raise NotImplementedError(
-                f"`adjoint=contadj.jax.{name}()` does not serve `SaveAt(steps=...)`; give the "
-                "times to `SaveAt(ts=...)`, or use `adjoint=contadj.jax.CheckpointAdjoint()`"
-            )
-        solve, options = prepare(
-            name, init_state=init_state, terms=terms, solver=solver, saveat=saveat, args=args,
-            t0=t0, **kwargs,
-        )  # fmt: skip
-        self._require_controller(solve.controller)
-        field = solve.stepper.terms
-        if field is None:
-            field = ClosedTerm(terms, solve.t0, solve.y0, args)
-        # y itself is what the backward solve starts from: `fn` is applied to it outside.
-        plain = diffrax.SubSaveAt(t0=sub.t0, t1=sub.t1, ts=sub.ts)
-        fn, identity = solve.saving.fn, Saving(plain, solve.t0, solve.y0, None)
-        solve = eqx.tree_at(lambda s: s.saving, solve, identity)
-        if not _diffrax.saves_state(sub):
-            length = options.ts.shape[0]
-            states = jtu.tree_map(
-                lambda x: jnp.full((length, *x.shape), jnp.inf, x.dtype), solve.y0
-            )
-            options = eqx.tree_at(lambda o: o.ys, options, states)
-        backward = _Backward(
-            solver if self.method is None else self.method, self.rtol, self.atol, self.seminorm,
-            options.max_steps if self.max_steps is None else self.max_steps,
-        )  # fmt: skip
-        end, (ts, ys) = _solve((solve, field, self.probe), options=options, backward=backward)
-        if not _diffrax.saves_state(sub):
-            ys = _observe(fn, solve, ts, ys, init_state.save_state.ys)
-        end = restore(end, solve, options)
-        return _diffrax.finished(init_state, end, (ts, ys)), {}
-
-    def _require_controller(self, controller):
-        inner = controller
-        if type(inner) is diffrax.ClipStepSizeController and inner.store_rejected_steps is None:
-            inner = inner.controller
-        if type(inner) not in (*_FIXED, diffrax.PIDController):
-            raise NotImplementedError(
-                "`adjoint=contadj.jax.BacksolveAdjoint()` cannot run `stepsize_controller="
-                f"{type(controller).__name__}(...)` in reverse; use ConstantStepSize, StepTo or "
-                "PIDController, or `adjoint=contadj.jax.CheckpointAdjoint()`"
-            )
-        if type(inner) in _FIXED and (self.rtol is None) != (self.atol is None):
-            raise ValueError(
-                "`rtol` and `atol` of contadj.jax.BacksolveAdjoint(...) must be given together "
-                "when the forward solve has fixed steps"
-            )
-
-
-class _Backward(eqx.Module):
-    """How the backward solve is made."""
-
-    solver: diffrax.AbstractSolver
-    rtol: Any
-    atol: Any
-    seminorm: bool = eqx.field(static=True)
-    max_steps: int | None = eqx.field(static=True)
-
-
-def _observe(fn, solve, ts, ys, buffers):
-    """What `SaveAt(fn=...)` asks for, from the states; unsaved entries stay infinite."""
-    saved = jnp.isfinite(ts)
-
-    def one(saved, t, y):
-        # Not evaluated at infinity, whose cotangent would be 0 * inf.
-        out = fn(jnp.where(saved, t, solve.t0), _tree.where(saved, y, solve.y0))
-        return jtu.tree_map(lambda x: jnp.where(saved, x, jnp.inf), out)
-
-    out = jax.vmap(one)(saved, ts, ys)
-    return jtu.tree_map(lambda x, like: x.astype(like.dtype), out, buffers)
+    def solve(self, inputs, *, options: Options, backward: Backward):
+        return _solve(inputs, options=options, backward=backward)
 
 
 @eqx.filter_custom_vjp
-def _solve(inputs, *, options: Options, backward: _Backward):
+def _solve(inputs, *, options: Options, backward: Backward):
     return leave(march(inputs[0], options))
 
 
 @_solve.def_fwd
-def _solve_fwd(perturbed, inputs, *, options: Options, backward: _Backward):
+def _solve_fwd(perturbed, inputs, *, options: Options, backward: Backward):
     end = march(inputs[0], options)
     return leave(end), (end.ts, end.ys, end.save_index)
 
@@ -197,71 +88,12 @@ def _solve_bwd(residuals, cotangents, perturbed, inputs, *, options, backward):
     adjoint, d_active, d_ts, d_t0, d_jumps, stats = _retrace(
         solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved, moving, jumping
     )
-    first = int(solve.saving.t0)
-    d_saving_ts, d_t1 = None, None
-    if moving:
-        if solve.saving.ts is not None:
-            d_saving_ts = d_ts[first : first + len(solve.saving.ts)]
-        if solve.saving.t1:
-            # Saved last, wherever the solve ended.
-            d_t1 = jnp.where(solve.t0 == solve.t1, 0, d_ts[saved - 1])
-            if d_saving_ts is not None:
-                index = jnp.arange(len(d_saving_ts)) + first
-                d_saving_ts = jnp.where(index < saved - 1, d_saving_ts, 0)
-    gradient = eqx.tree_at(
-        lambda s: (s.saving.ts, s.y0, s.t0, s.t1),
-        eqx.filter(solve, lambda x: False),
-        (d_saving_ts, adjoint, d_t0, d_t1),
-        is_leaf=lambda x: x is None,
-    )
+    gradient = saved_times(solve, adjoint, d_ts, d_t0, saved, moving)
     if jumping:
         gradient = eqx.tree_at(
             lambda s: s.controller.jump_ts, gradient, d_jumps, is_leaf=lambda x: x is None
         )
-    return gradient, d_active, _as_probe(stats, probe)
-
-
-def _as_probe(stats, probe):
-    if probe is None:
-        return None
-    return jnp.stack([jnp.asarray(x, probe.dtype) for x in stats])
-
-
-def _augmented_norm(norm: Callable, seminorm: bool) -> Callable:
-    """The largest of the norms of y, lambda and, without the seminorm, theta-bar."""
-
-    def augmented(tree):
-        y, adjoint, sums = tree
-        size = jnp.maximum(norm(y), norm(adjoint))
-        if seminorm or not jtu.tree_leaves(sums):
-            return size
-        return jnp.maximum(size, optx.rms_norm(sums))
-
-    return augmented
-
-
-def _controller(solve: Solve, backward: _Backward):
-    """The backward controller, or None for the forward mesh reversed."""
-    controller: Any = solve.controller
-    if type(controller) in _FIXED:
-        if backward.rtol is None:
-            return None
-        return diffrax.PIDController(
-            backward.rtol, backward.atol, norm=_augmented_norm(optx.rms_norm, backward.seminorm)
-        )
-    controller = controller.wrap(-1)  # jumps and steps that must be met, in reversed time
-    wrapped = type(controller) is diffrax.ClipStepSizeController
-    inner: Any = controller.controller if wrapped else controller
-    inner = eqx.tree_at(
-        lambda c: (c.rtol, c.atol, c.norm),
-        inner,
-        (
-            inner.rtol if backward.rtol is None else backward.rtol,
-            inner.atol if backward.atol is None else backward.atol,
-            _augmented_norm(inner.norm, backward.seminorm),
-        ),
-    )
-    return eqx.tree_at(lambda c: c.controller, controller, inner) if wrapped else inner
+    return gradient, d_active, as_probe(stats, probe)
 
 
 def _mesh_point(solve: Solve, i):
@@ -316,7 +148,7 @@ def _retrace(solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved,
     terms = diffrax.ODETerm(augmented)
     solver = backward.solver
     jump_ts = getattr(solve.controller, "jump_ts", None)
-    controller = _controller(solve, backward)
+    controller = backward_controller(solve, backward)
     order = solver.error_order(terms)
 
     last = jnp.maximum(saved - 1, first)
@@ -343,7 +175,7 @@ def _retrace(solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved,
             gone = jtu.tree_map(jnp.subtract, y, stored)
             reversal = jnp.maximum(reversal, _tree.norm(gone))
             if moving:
-                rate = _pair(jump, slope(ts[waiting], stored))
+                rate = pair(jump, slope(ts[waiting], stored))
                 d_ts = d_ts.at[waiting].set(g_ts[waiting] + rate)
             adjoint = _tree.add(adjoint, jump)
             return (stored, adjoint, sums), waiting - 1, reversal, d_ts
@@ -404,7 +236,7 @@ def _retrace(solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved,
 
         def rate():
             before, after = (slope(jnp.nextafter(t, far), y) for far in (-jnp.inf, jnp.inf))
-            return _pair(adjoint, jtu.tree_map(jnp.subtract, before, after))
+            return pair(adjoint, jtu.tree_map(jnp.subtract, before, after))
 
         return d_jumps + jnp.where(hit, lax.cond(jnp.any(hit), rate, lambda: 0 * t), 0)
 
@@ -466,7 +298,7 @@ def _retrace(solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved,
     reached = (end.s >= s1) & (end.result == RESULTS.successful)
     d_t0 = None
     if moving:
-        d_t0 = -_pair(adjoint, slope(t0, solve.y0))
+        d_t0 = -pair(adjoint, slope(t0, solve.y0))
     if solve.saving.t0:
         adjoint = _tree.add(adjoint, _tree.read(g_ys, 0))
         if d_t0 is not None:
@@ -486,9 +318,3 @@ def _retrace(solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved,
             "CheckpointAdjoint, which does not rebuild y",
         )
     return *found, stats
-
-
-def _pair(x: PyTree, y: PyTree):
-    """Re sum x y, the change of the cost when y is the rate of change of the state."""
-    pairs = jtu.tree_map(lambda a, b: jnp.sum(jnp.real(a * b)), x, y)
-    return sum(jtu.tree_leaves(pairs))
