@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import torch
 import torchdiffeq
 from torch import Tensor
 
-from ._errors import ReversalWarning, SolveError, SolveStats
+from ._errors import SolveError, SolveStats
 from ._field import VectorField
 from ._mesh import Mesh, Times, constant_steps, equal_steps, given_steps
 from ._options import FIXED, unknown_option
@@ -36,6 +35,9 @@ _OPTIONS = {
     "implicit_adams": (*FIXED, "perturb", "interp", "max_order", "max_iters"),
     "scipy_solver": ("solver",),
 }
+
+
+_GIVES_UP = ("underflow in dt", "max_num_steps exceeded", "non-finite values in state")
 
 
 def fixed_mesh(options: Mapping[str, Any], times: Times) -> Mesh | None:
@@ -108,9 +110,14 @@ def integrate(
     times = t.detach().cpu().double().numpy()
     translated, _ = engine_options(method, options, times, t)
     first = y0 if isinstance(y0, Tensor) else y0[0]
-    return torchdiffeq.odeint(
-        f, y0, t.to(first.device), method=method, options=translated, **tolerances
-    )
+    try:
+        return torchdiffeq.odeint(
+            f, y0, t.to(first.device), method=method, options=translated, **tolerances
+        )
+    except AssertionError as error:
+        if not any(reason in str(error) for reason in _GIVES_UP):
+            raise  # f's own
+        raise SolveError(f"torchdiffeq cannot go on: {error}", SolveStats()) from error
 
 
 def solve(
@@ -217,6 +224,8 @@ class _Backsolve(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_ys, grad_cost):  # type: ignore[override]
+        from .adjoints._base import report_reversal
+
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "BacksolveAdjoint has no second derivative; use DirectAdjoint()"
@@ -226,15 +235,14 @@ class _Backsolve(torch.autograd.Function):
         evaluations = ctx.problem.f.evaluations
         results = reverse.run(ys, grad_ys, t)
         ctx.stats.f_evaluations_backward = ctx.problem.f.evaluations - evaluations
-        ctx.stats.reversal_error = reverse.error
-        if not reverse.error <= ctx.adjoint.reversal_tolerance:
-            message = (
-                f"the state rebuilt in reverse time is off by {reverse.error:.1e} of its size: the "
-                "gradient may be worthless. Use CheckpointAdjoint() or smaller steps"
-            )
-            if ctx.adjoint.on_reversal == "raise":
-                raise SolveError(message, ctx.stats)
-            warnings.warn(message, ReversalWarning, stacklevel=2)
+        report_reversal(
+            ctx.stats,
+            torch.tensor(reverse.error),
+            torch.tensor(1.0),
+            ctx.adjoint.reversal_tolerance,
+            ctx.adjoint.on_reversal,
+            "more observation times, where the state is set back",
+        )
         return (None, None, None, None, *results)
 
 

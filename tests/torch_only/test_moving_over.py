@@ -84,3 +84,17 @@ def test_both_spellings_of_an_adjoint_are_refused():
 def test_a_misspelt_option_is_an_error_with_the_right_spelling():
     with pytest.raises(ValueError, match="did you mean 'step_size'"):
         ct.odeint(Field(), Y0, T, method="rk4", options={"step_sise": 0.1})
+
+
+def test_torchdiffeq_giving_up_is_a_solve_error():
+    with pytest.raises(ct.SolveError, match="torchdiffeq cannot go on: underflow in dt"):
+        ct.odeint(lambda t, y: y**2, Y0, T * 2, engine="torchdiffeq")
+
+
+def test_an_assertion_inside_the_field_is_not_mistaken_for_it():
+    def f(t, y):
+        assert t < 0.5, "mine"
+        return -y
+
+    with pytest.raises(AssertionError, match="mine"):
+        ct.odeint(f, Y0, T, engine="torchdiffeq")
