@@ -1,5 +1,6 @@
 """Gradients of ODE solves in JAX: adjoints for `diffrax.diffeqsolve`, and rollouts."""
 
+from ._implicit import implicit_step
 from ._problems import builtin_problem
 from ._rollout import RolloutGradient, rollout, rollout_adjoint
 from ._steps import get_solver
@@ -26,6 +27,7 @@ __all__ = [
     "RolloutGradient",
     "builtin_problem",
     "get_solver",
+    "implicit_step",
     "rollout",
     "rollout_adjoint",
     "value_grad_and_stats",

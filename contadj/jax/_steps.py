@@ -13,6 +13,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ..tableaus import TABLEAUS, Tableau, get_tableau
+from ._implicit import ImplicitRungeKutta
 
 PyTree = Any
 
@@ -102,16 +103,11 @@ def get_solver(name: str) -> diffrax.AbstractSolver:
     Raises
     ------
     ValueError
-        If there is no method of that name, or it is implicit.
+        If there is no method of that name.
     """
     if isinstance(name, str) and name in TABLEAUS:
-        if not TABLEAUS[name].explicit:
-            explicit = ", ".join(key for key, value in TABLEAUS.items() if value.explicit)
-            raise ValueError(
-                f"`method` must be explicit to become a Diffrax solver, one of {explicit}; "
-                f"got {name!r}"
-            )
-        return _solver_class(name)()
+        tableau = TABLEAUS[name]
+        return _solver_class(name)() if tableau.explicit else ImplicitRungeKutta(tableau)
     solver = getattr(diffrax, name, None) if isinstance(name, str) else None
     if isinstance(solver, type) and issubclass(solver, diffrax.AbstractSolver):
         try:

@@ -45,7 +45,7 @@ _DTYPES = ("float32", "float64")
 def methods(engine: str | None = None) -> tuple[str, ...]:
     """Names of the methods that the engine steps."""
     _check_engine(engine)
-    return tuple(name for name, tableau in TABLEAUS.items() if tableau.explicit)
+    return tuple(TABLEAUS)
 
 
 def adjoints() -> tuple[str, ...]:

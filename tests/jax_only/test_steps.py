@@ -130,8 +130,3 @@ def test_a_diffrax_solver_is_found_by_the_name_of_its_class():
 def test_an_unknown_method_raises_with_the_names_there_are(name):
     with pytest.raises(ValueError, match="`method`"):
         get_solver(name)
-
-
-def test_an_implicit_tableau_raises_and_names_the_explicit_ones():
-    with pytest.raises(ValueError, match=r"`method` must be explicit.*rk4_classic"):
-        get_solver("gl4")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from contadj import GradientProblem
+from contadj import TABLEAUS, GradientProblem
 from contadj.jax._study import (
     adjoints,
     builtin_problem,
@@ -19,7 +19,7 @@ from contadj.jax._study import (
 from contadj.orders import expected_order
 from contadj.problems import BUILT_IN
 
-METHODS = methods("diffrax")
+METHODS = [name for name in methods("diffrax") if TABLEAUS[name].explicit]
 # The finest pair above round-off, (64, 128) where not said otherwise. Where leading terms
 # nearly cancel, the order shows further out.
 PAIRS = {
