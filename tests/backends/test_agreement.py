@@ -70,7 +70,8 @@ def test_continuous_gradients_and_reversal_errors_agree(problem, method):
     # A difference of two states of size 1: to rounding, absolutely.
     assert ours.reversal_error == pytest.approx(theirs.reversal_error, rel=1e-9, abs=amplified)
     assert ours.f_evaluations_forward == theirs.f_evaluations_forward
-    assert ours.f_evaluations_backward == theirs.f_evaluations_backward
+    # PyTorch looks once more whether f is still the function it was; JAX's are pure.
+    assert ours.f_evaluations_backward == theirs.f_evaluations_backward + 1
 
 
 @pytest.mark.parametrize("adjoint", ["DirectAdjoint", "BacksolveAdjoint"])
