@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from ..tableaus import TABLEAUS, Tableau, get_tableau
+from ..tableaus import TABLEAUS, get_tableau
 from . import _torchdiffeq
 from ._compile import CompiledRungeKutta, named_params
 from ._controls import Drive
@@ -23,6 +24,7 @@ from ._implicit import stepper
 from ._mesh import Mesh, Times
 from ._options import parse_options
 from ._steps import StepControl, host_time, time_like
+from ._transforms import TransformedBacksolve, transformable
 from .adjoints import (
     Adjoint,
     BacksolveAdjoint,
@@ -70,7 +72,7 @@ def odeint(
     method: str | None = None,
     options: Mapping[str, Any] | None = None,
     adjoint: Adjoint | None = None,
-    params: Iterable[Tensor] | None = None,
+    params: Iterable[Tensor] | Mapping[str, Tensor] | None = None,
     control: Any = None,
     engine: str | None = None,
     compile: bool = False,
@@ -147,7 +149,7 @@ def solve(
     method: str | None = None,
     options: Mapping[str, Any] | None = None,
     adjoint: Adjoint | None = None,
-    params: Iterable[Tensor] | None = None,
+    params: Iterable[Tensor] | Mapping[str, Tensor] | None = None,
     control: Any = None,
     engine: str | None = None,
     compile: bool = False,
@@ -179,9 +181,10 @@ def solve(
     adjoint : Adjoint
         How the gradient is computed, `CheckpointAdjoint()` by default (`DirectAdjoint()` for a
         method that only torchdiffeq has).
-    params : iterable of tensors
+    params : iterable of tensors, or mapping of str to Tensor
         The tensors that f uses and that gradients are wanted for; by default the parameters of
-        `func`, `running_cost` and `loss`, and any leaf tensor that f is seen to use.
+        `func`, `running_cost` and `loss`, and any leaf tensor that f is seen to use. A mapping by
+        name takes the place of the parameters of the module `func`.
     control : Control
         u(t) on a grid of knots, the end of a step each: func(t, y, u) and running_cost(t, y, u) are
         called with its value, and gradients reach its values. Knots are added to a mesh of
@@ -212,6 +215,7 @@ def solve(
         If the solve cannot go on: f not finite (at which t and step), step size too small, too many
         steps; its `stats` hold the statistics so far.
     """
+    module, func = func, _with_params(func, params)
     layout = StateLayout(y0)
     y = layout.flatten(y0)
     times = check_times(t)
@@ -253,7 +257,7 @@ def solve(
         )
         transformed = inside_transform()
         if transformed:
-            adjoint = _transformable(adjoint, mesh, get_tableau(method))
+            adjoint = transformable(adjoint, mesh, get_tableau(method))
         if torch.is_grad_enabled() and not transformed:
             replays = not isinstance(adjoint, DirectAdjoint)
             integration.first, probe = f.probe(
@@ -267,7 +271,10 @@ def solve(
         needed = tuple(param for param in tensors if param.requires_grad)
         if compile:
             _compiled(integration, func, layout, needed, adjoint)
-        outputs = adjoint.solve(integration, y, t, needed)
+        if transformed and isinstance(adjoint, BacksolveAdjoint):
+            outputs = _backsolve_in_transform(integration, module, layout, y, params, tensors)
+        else:
+            outputs = adjoint.solve(integration, y, t, needed)
         if not transformed:
             _check_finite(integration, y, outputs)
     ys, total, value = outputs
@@ -275,28 +282,40 @@ def solve(
     return Solution(t, states, total, value, stats)
 
 
-def _transformable(adjoint: Adjoint, mesh: Mesh | StepControl, tableau: Tableau) -> Adjoint:
-    """The adjoint that serves inside torch.func.grad, vmap and their like.
+def _backsolve_in_transform(
+    integration: Integration,
+    func: Any,
+    layout: StateLayout,
+    y0: Tensor,
+    params: Any,
+    needed: tuple[Tensor, ...],
+):
+    """(ys, None, None) by the backsolve that torch.func transforms can differentiate."""
+    if integration.running_cost is not None or integration.loss is not None:
+        raise ValueError(
+            "inside torch.func transforms BacksolveAdjoint serves neither `running_cost` nor `loss`"
+        )
+    if not isinstance(params, Mapping) and needed:
+        raise ValueError(
+            "inside torch.func transforms BacksolveAdjoint must be handed what f depends on: give "
+            "an nn.Module as `func` and its parameters by name, params=dict(...)"
+        )
+    assert isinstance(integration.mesh, Mesh)
+    names = list(params) if isinstance(params, Mapping) else []
 
-    There the graph belongs to the transform, and only recorded operations can be differentiated:
-    the gradient of `CheckpointAdjoint` is computed as `DirectAdjoint` does, in its memory.
-    """
-    if not tableau.explicit:
-        raise ValueError(
-            f"`method` = {tableau.name!r} solves equations until they converge, which torch.func "
-            "transforms do not serve: use an explicit method, or torch.autograd"
+    def field(t: Tensor, y: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        integration.f.evaluations += 1
+        tree = layout.unflatten(y)
+        if not names:
+            return layout.flatten(func(t, tree))
+        return layout.flatten(
+            functional_call(func, dict(zip(names, tensors, strict=True)), (t, tree))
         )
-    if not isinstance(mesh, Mesh):
-        raise ValueError(
-            "inside torch.func transforms the mesh must be fixed: give options={'num_steps': ...}; "
-            "a batch in one adaptive solve is what options={'norm': 'sample'} is for"
-        )
-    if not isinstance(adjoint, CheckpointAdjoint | DirectAdjoint):
-        raise ValueError(
-            f"{type(adjoint).__name__} does not serve inside torch.func transforms: use "
-            "CheckpointAdjoint() or DirectAdjoint()"
-        )
-    return DirectAdjoint()
+
+    backsolve = TransformedBacksolve(
+        field, integration.method, integration.mesh.times, integration.times
+    )
+    return backsolve(y0, list(params.values()) if names else []), None, None
 
 
 def _compiled(
@@ -392,8 +411,23 @@ def _scalar(value: Any, argument: str) -> Tensor:
     return value.reshape(())
 
 
-def _check_params(params: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    tensors = tuple(params)
+def _with_params(func: Callable[..., Any], params: Any) -> Callable[..., Any]:
+    """func with the parameters of a mapping in the place of its own."""
+    if not isinstance(params, Mapping):
+        return func
+    if not isinstance(func, nn.Module):
+        raise TypeError(
+            "`params` by name needs an nn.Module as `func`, got "
+            f"{type(func).__name__}: give the tensors alone"
+        )
+    unknown = sorted(set(params) - {name for name, _ in func.named_parameters()})
+    if unknown:
+        raise ValueError(f"`params` has {unknown[0]!r}, which is no parameter of `func`")
+    return lambda *inputs: functional_call(func, dict(params), inputs)
+
+
+def _check_params(params: Iterable[Tensor] | Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    tensors = tuple(params.values() if isinstance(params, Mapping) else params)
     for param in tensors:
         if not isinstance(param, Tensor):
             raise TypeError(f"`params` must be tensors, got {type(param).__name__}")

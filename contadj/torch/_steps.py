@@ -24,7 +24,8 @@ VectorField = Callable[[Tensor, Tensor], Tensor]
 Row = tuple[tuple[int, float], ...]
 
 
-def _nonzero(weights: np.ndarray) -> Row:
+def nonzero(weights: np.ndarray) -> Row:
+    """(index, weight) of the nonzero weights of a row."""
     return tuple((j, float(w)) for j, w in enumerate(weights) if w != 0.0)
 
 
@@ -65,7 +66,8 @@ class Step:
         return self.y
 
     def release(self) -> None:
-        """Let go of the stages, so that they do not lie beside those of the next step."""
+        """Let go of y and the stages, so that they do not lie beside those of the next step."""
+        self.y = self.y_next
         self.slopes.clear()
         self.stages.clear()
 
@@ -116,10 +118,10 @@ class RungeKutta:
         self._check(tableau)
         self.tableau = tableau
         self.nodes = tableau.c
-        self._rows = [_nonzero(row) for row in tableau.a]
-        self._b = _nonzero(tableau.b)
+        self._rows = [nonzero(row) for row in tableau.a]
+        self._b = nonzero(tableau.b)
         self.fsal = tableau.first_same_as_last
-        self._error = None if tableau.embedded is None else _nonzero(tableau.b - tableau.embedded)
+        self._error = None if tableau.embedded is None else nonzero(tableau.b - tableau.embedded)
         # An interpolant one order below the method's is the convention; below that, an observation
         # inside a step is reached by a shortened step of the method itself.
         interpolant, order = tableau.interpolant, tableau.interpolant_order
