@@ -65,8 +65,19 @@ class Case:
         state = torch.randn(2, self.num_samples, generator=generator, dtype=torch.float64)
         return state.to(self.device)
 
+    @property
+    def on_mesh(self) -> bool:
+        """Whether the observations are at step times."""
+        return self.num_steps % (self.observations - 1) == 0
+
+    def mesh(self) -> Tensor:
+        """The step times."""
+        return torch.linspace(0.0, SPAN, self.num_steps + 1, dtype=torch.float64)
+
     def times(self) -> Tensor:
         """The observation times, equally spaced."""
+        if self.on_mesh:
+            return self.mesh()[:: self.num_steps // (self.observations - 1)]
         return torch.linspace(0.0, SPAN, self.observations, dtype=torch.float64)
 
     def closed_form(self, exact: bool) -> tuple[Tensor, Tensor]:
@@ -98,7 +109,7 @@ class Case:
                 return 0.0 * y[0, 0]
             return (WEIGHTS[0] * y[0].sum() + WEIGHTS[1] * y[1].sum()) / count
 
-        options = {"mesh": torch.linspace(0.0, SPAN, self.num_steps + 1, dtype=torch.float64)}
+        options = {"mesh": self.mesh()}
         solution = ct.solve(
             field, y0, self.times(), method="rk4", options=options, adjoint=adjoint, loss=loss
         )
@@ -112,8 +123,7 @@ class Case:
         grads, live = ct.peak_live_bytes(lambda: self.gradient(adjoint), self.device)
         seconds = time.perf_counter() - start
         discrete = isinstance(adjoint, ct.CheckpointAdjoint | ct.DirectAdjoint)
-        on_mesh = self.num_steps % (self.observations - 1) == 0
-        expected = self.closed_form(exact=not (discrete and on_mesh))
+        expected = self.closed_form(exact=not (discrete and self.on_mesh))
         error = max(
             float((got.cpu() - want).norm() / want.norm())
             for got, want in zip(grads, expected, strict=True)
@@ -123,8 +133,7 @@ class Case:
     def tolerance(self, adjoint: ct.Adjoint) -> float:
         """Round-off where the closed form is that of the numerical solution, else order 4."""
         discrete = isinstance(adjoint, ct.CheckpointAdjoint | ct.DirectAdjoint)
-        on_mesh = self.num_steps % (self.observations - 1) == 0
-        if discrete and on_mesh:
+        if discrete and self.on_mesh:
             return 1e-10
         # Undoing a coupled step amplifies round-off by 1/coupling.
         return (SPAN / self.num_steps) ** 4 + 1e-7

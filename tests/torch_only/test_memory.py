@@ -109,8 +109,8 @@ def run(adjoint, num_steps, samples, observations=2):
     """
     field = Growth()
     y0 = torch.linspace(-1.0, 2.0, 2 * samples).reshape(2, samples).requires_grad_()
-    t = torch.linspace(0.0, 1.0, observations)
     mesh = torch.linspace(0.0, 1.0, num_steps + 1)
+    t = mesh[:: num_steps // (observations - 1)]
 
     def gradient():
         solution = ct.solve(

@@ -466,7 +466,10 @@ class ReverseSolve:
 
     def _integrate(self, start: float, end: float) -> None:
         stats = self.integration.stats
-        z = torch.stack([self._y, self._adjoint]) if self.system.rebuilds else self._adjoint
+        z = self._adjoint
+        if self.system.rebuilds:
+            z = torch.stack([self._y, z])
+            del self._y, self._adjoint  # they would lie beside those of the whole piece
         if self._control is not None:
             control = replace(self._control, first_step=self._size or self._control.first_step)
             steps = adaptive_steps(

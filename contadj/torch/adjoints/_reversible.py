@@ -132,6 +132,11 @@ class CoupledStep(Step):
 
     inner: Step | None = None
 
+    def release(self) -> None:
+        """Let go of y, the stages and the inner step."""
+        Step.release(self)
+        self.inner = None
+
     @property
     def state(self) -> Tensor:
         """The state that is observed."""
