@@ -1,6 +1,7 @@
 """Gradients of ODE solves in JAX: adjoints for `diffrax.diffeqsolve`, and rollouts."""
 
 from ._implicit import implicit_step
+from ._neural_ode import NeuralODE
 from ._problems import builtin_problem
 from ._rollout import RolloutGradient, rollout, rollout_adjoint
 from ._steps import get_solver
@@ -23,6 +24,7 @@ __all__ = [
     "ForwardSensitivity",
     "GaussAdjoint",
     "InterpolatingAdjoint",
+    "NeuralODE",
     "ReversibleAdjoint",
     "RolloutGradient",
     "builtin_problem",

@@ -17,6 +17,7 @@ from jax import lax
 
 from . import _diffrax, _tree
 from ._steps import differentiable, explicit_step, explicit_tableau
+from ._times import FIXED
 
 PyTree = Any
 RESULTS = diffrax.RESULTS
@@ -72,7 +73,7 @@ class Stepper(eqx.Module):
     stepped by its own `step`, with its own state.
     """
 
-    terms: ClosedTerm | None
+    terms: Any
     whole: Any
     solver_type: Any = eqx.field(static=True)
     interpolation: Callable = eqx.field(static=True)
@@ -230,7 +231,7 @@ class Options(eqx.Module):
 
 
 # Controllers that never report a jump, so that the flag can stay a Python bool.
-_NO_JUMPS = (diffrax.ConstantStepSize, diffrax.StepTo, diffrax.PIDController)
+_NO_JUMPS = (*FIXED, diffrax.PIDController)
 
 
 def prepare(

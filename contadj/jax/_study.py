@@ -1,8 +1,9 @@
 """Gradients of a problem on a given mesh, compiled once for every number of steps.
 
-The two sweeps here keep what the step-size study asks for and a solve does not return: lambda_n at
-every step. The mesh is a padded buffer and its length a traced number, so that one compilation
-serves every number of steps.
+The sweeps of DirectAdjoint and BacksolveAdjoint are written out here, to keep what the study asks
+for and a solve does not return: lambda_n at every step. The other adjoints are measured as users
+meet them, in `diffrax.diffeqsolve`. The mesh is a padded buffer and its length a traced number, so
+that one compilation serves every number of steps.
 """
 
 from __future__ import annotations
@@ -27,6 +28,15 @@ from ..tableaus import TABLEAUS
 from . import _tree
 from ._problems import builtin_problem
 from ._steps import evaluations, fresh_step, get_solver
+from ._times import PaddedMesh
+from ._value_grad_and_stats import value_grad_and_stats
+from .adjoints import (
+    CheckpointAdjoint,
+    ForwardSensitivity,
+    GaussAdjoint,
+    InterpolatingAdjoint,
+    ReversibleAdjoint,
+)
 
 __all__ = [
     "ENGINES",
@@ -174,13 +184,19 @@ def _flatten(problem: GradientProblem, dtype) -> _Flat:
 
 
 class _Sweeps(NamedTuple):
-    """What the two sweeps of one gradient leave behind; buffers are padded."""
+    """What one gradient leaves behind; buffers are padded.
+
+    `ys` and `adjoints` are None where a solve returns no state and no lambda per step, and
+    `evaluations` where the backward pass costs what the forward pass does.
+    """
 
     cost: Any
+    d_y0: Any
+    d_params: Any
     ys: Any
     adjoints: Any
-    d_params: Any
     reversal_error: Any
+    evaluations: Any
 
 
 def _forward(flat: _Flat, step, terms, mesh, count):
@@ -242,7 +258,7 @@ def _discrete(flat: _Flat, solver, mesh, count, observed, pieces) -> _Sweeps:
     adjoint = jumps[count]
     adjoints = jnp.zeros_like(ys).at[count].set(adjoint)
     _, d_params, adjoints = lax.fori_loop(0, count, body, (adjoint, d_params, adjoints))
-    return _Sweeps(cost, ys, adjoints, d_params, None)
+    return _Sweeps(cost, adjoints[0], d_params, ys, adjoints, None, None)
 
 
 def _backsolve(flat: _Flat, solver, mesh, count, observed, pieces) -> _Sweeps:
@@ -280,10 +296,53 @@ def _backsolve(flat: _Flat, solver, mesh, count, observed, pieces) -> _Sweeps:
     (_, _, d_params), adjoints, error = lax.fori_loop(0, count, body, (state, adjoints, zero))
     # Entries of the buffer beyond the last step are zero.
     largest = jnp.max(jnp.linalg.norm(ys, axis=1))
-    return _Sweeps(cost, ys, adjoints, d_params, error / largest)
+    return _Sweeps(cost, adjoints[0], d_params, ys, adjoints, error / largest, None)
 
 
-_SWEEPS = {"DirectAdjoint": _discrete, "BacksolveAdjoint": _backsolve}
+def _through_solve(adjoint: diffrax.AbstractAdjoint) -> Callable:
+    """The gradient of a `diffeqsolve` with the adjoint, on the same mesh."""
+
+    def sweep(flat: _Flat, solver, mesh, count, observed, pieces) -> _Sweeps:
+        observation = flat.observation
+        times = None if observation is None else mesh[observed]
+
+        def cost(inputs, adjoint):
+            y0, params = inputs
+            sol: Any = diffrax.diffeqsolve(
+                diffrax.ODETerm(flat.f), solver, mesh[0], mesh[-1], None,
+                (y0, jnp.zeros((), y0.dtype)), params, adjoint=adjoint, throw=False,
+                stepsize_controller=PaddedMesh(mesh, count), max_steps=len(mesh) - 1,
+                saveat=diffrax.SaveAt(ts=times, t1=True),
+            )  # fmt: skip
+            ys, integrals = sol.ys
+            total = flat.terminal(ys[-1], params) + integrals[-1]
+            if times is None or observation is None:
+                return total
+            numbers = jnp.arange(len(times), dtype=jnp.int32)
+            paid = jax.vmap(observation, (0, 0, 0, None))(numbers, times, ys[:-1], params)
+            return total + jnp.sum(paid)
+
+        inputs = (flat.y0, flat.params)
+        if hasattr(adjoint, "probe"):
+            value, (d_y0, d_params), stats = value_grad_and_stats(cost, adjoint)(inputs)
+            rebuilds = isinstance(adjoint, ReversibleAdjoint)
+            reversal = stats.reversal_error if rebuilds else None
+            return _Sweeps(value, d_y0, d_params, None, None, reversal, stats.f_evaluations)
+        value, (d_y0, d_params) = eqx.filter_value_and_grad(cost)(inputs, adjoint)
+        return _Sweeps(value, d_y0, d_params, None, None, None, jnp.zeros(()))
+
+    return sweep
+
+
+_SWEEPS = {
+    "DirectAdjoint": _discrete,
+    "CheckpointAdjoint": _through_solve(CheckpointAdjoint()),
+    "BacksolveAdjoint": _backsolve,
+    "ReversibleAdjoint": _through_solve(ReversibleAdjoint(coupling=0.999)),
+    "InterpolatingAdjoint": _through_solve(InterpolatingAdjoint()),
+    "GaussAdjoint": _through_solve(GaussAdjoint()),
+    "ForwardSensitivity": _through_solve(ForwardSensitivity()),
+}
 
 
 def _first_failure(problem: GradientProblem, ys, mesh) -> None:
@@ -391,21 +450,29 @@ def gradient_function(
             start = time.perf_counter()
             out: _Sweeps = jax.block_until_ready(compiled[0](*arrays))
             seconds = time.perf_counter() - start
-        ys, adjoints = (np.asarray(x)[: count + 1] for x in (out.ys, out.adjoints))
-        _first_failure(problem, ys, mesh)
+        if out.ys is not None:
+            _first_failure(problem, np.asarray(out.ys)[: count + 1], mesh)
+        elif not np.isfinite(out.cost):
+            raise FloatingPointError(
+                f"problem {problem.name!r}: the cost is not finite with {num_steps} steps; take "
+                "more of them, or find the step with `adjoint` DirectAdjoint"
+            )
         leaves = jtu.tree_leaves(eqx.filter(out.d_params, eqx.is_inexact_array))
         d_params = [np.ravel(np.asarray(x, np.float64)) for x in leaves]
         gradient = Gradient(
             float(out.cost),
-            adjoints[0],
+            np.asarray(out.d_y0),
             np.concatenate(d_params) if d_params else np.zeros(0),
         )
+        adjoints = out.adjoints
+        forward = count * (per_step or 0)
+        backward = forward if out.evaluations is None else int(np.nan_to_num(out.evaluations))
         return Measurement(
             gradient,
             mesh,
-            np.asarray(adjoints, np.float64),
-            count * (per_step or 0),
-            count * (per_step or 0),
+            None if adjoints is None else np.asarray(adjoints, np.float64)[: count + 1],
+            forward,
+            backward,
             None if out.reversal_error is None else float(out.reversal_error),
             seconds,
         )

@@ -23,6 +23,38 @@ from . import _tree
 PyTree = Any
 
 
+class PaddedMesh(diffrax.StepTo):
+    """Steps to given times, `count` of them, the last one repeated to fill the array.
+
+    One compilation then serves every number of steps.
+    """
+
+    count: Any
+
+    def __init__(self, ts, count):
+        self.ts, self.count = ts, count
+
+    def wrap(self, direction):
+        return self
+
+    def init(self, terms, t0, t1, y0, dt0, args, func, error_order):
+        return self.ts[1], 2
+
+
+FIXED = (diffrax.ConstantStepSize, diffrax.StepTo, PaddedMesh)
+
+
+def number_of_steps(controller: Any, controller_state: PyTree) -> Any:
+    """How many steps a controller will take, where that is known beforehand; else None."""
+    if type(controller) is PaddedMesh:
+        return controller.count
+    if type(controller) is diffrax.StepTo:
+        return jnp.int32(len(controller.ts) - 1)
+    if type(controller) is diffrax.ConstantStepSize:
+        return controller_state[1].astype(jnp.int32)
+    return None
+
+
 class MeshCotangent(eqx.Module):
     """Cotangents of what the mesh depends on, and of the steps not yet visited.
 
@@ -49,7 +81,7 @@ def require_rule(controller: diffrax.AbstractStepSizeController, adjoint: str) -
     inner = controller
     if type(inner) is diffrax.ClipStepSizeController and inner.store_rejected_steps is None:
         inner = inner.controller
-    if type(inner) not in (diffrax.ConstantStepSize, diffrax.StepTo, diffrax.PIDController):
+    if type(inner) not in (*FIXED, diffrax.PIDController):
         raise NotImplementedError(
             f"`adjoint=contadj.jax.{adjoint}()` does not know how the steps of "
             f"`stepsize_controller={type(controller).__name__}(...)` move with t0, t1 or dt0, "
@@ -92,7 +124,7 @@ def pull_step(solve, n, step, before, d_tprev, d_tnext, mesh: MeshCotangent) -> 
         return _finish(mesh, first, begin, jnp.where(first, end, 0), jnp.where(
             first | ~at_t1, 0, end
         ))  # fmt: skip
-    if type(controller) is diffrax.StepTo:
+    if isinstance(controller, diffrax.StepTo):
         inside = jnp.where(first | at_t1, 0, end)
         mesh = eqx.tree_at(
             lambda m: m.controller.ts, mesh, mesh.controller.ts.at[n + 1].add(inside)

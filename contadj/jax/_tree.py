@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -133,3 +134,15 @@ def undo_floats(tree: PyTree, like: PyTree) -> PyTree:
         return x.astype(old.dtype) if x.dtype != old.dtype else x
 
     return jtu.tree_map(leaf, tree, like)
+
+
+def reversed_once(gradient: PyTree, adjoint: str) -> PyTree:
+    """A gradient that forward mode can differentiate again, and reverse mode is refused."""
+    return eqxi.nondifferentiable_backward(
+        gradient,
+        msg=(
+            f"the backward pass of contadj.jax.{adjoint} cannot be differentiated in reverse mode; "
+            "take second derivatives forward over reverse, jax.jvp(jax.grad(f), ...) or "
+            "jax.jacfwd(jax.grad(f)), or use `adjoint=contadj.jax.DirectAdjoint()`"
+        ),
+    )

@@ -165,6 +165,15 @@ def test_hessian_vector_products_by_forward_over_reverse_are_exact(adjoint):
     np.testing.assert_allclose([slope, curvature], [-1 / 1.7**2, 2 / 1.7**3], rtol=RTOL)
 
 
+@every_adjoint
+def test_reverse_over_reverse_is_refused_with_what_to_use(adjoint):
+    def value(a):
+        return solve(lambda t, y, a: -a * y**2, jnp.asarray(1.0), a, adjoint=adjoint).ys[0]
+
+    with pytest.raises(RuntimeError, match=rf"{type(adjoint).__name__}.*forward over reverse"):
+        jax.grad(jax.grad(value))(0.7)
+
+
 @two_adjoints
 def test_float32_reaches_the_gradient_to_its_precision(adjoint):
     def value(y0, a):

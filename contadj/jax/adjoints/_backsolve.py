@@ -13,6 +13,7 @@ from jax import lax
 
 from .. import _tree
 from .._forward import RESULTS, Options, Solve, Stepper, clip_to_end, hundred_ulp, leave, march
+from .._times import number_of_steps
 from ._continuous import (
     Backward,
     ContinuousAdjoint,
@@ -93,12 +94,13 @@ def _solve_bwd(residuals, cotangents, perturbed, inputs, *, options, backward):
         gradient = eqx.tree_at(
             lambda s: s.controller.jump_ts, gradient, d_jumps, is_leaf=lambda x: x is None
         )
+    gradient, d_active = _tree.reversed_once((gradient, d_active), "BacksolveAdjoint")
     return gradient, d_active, as_probe(stats, probe)
 
 
 def _mesh_point(solve: Solve, i):
     """t_i of a fixed forward mesh, 0 < i < N."""
-    if type(solve.controller) is diffrax.StepTo:
+    if isinstance(solve.controller, diffrax.StepTo):
         return solve.controller.ts[i]
     _, number, begin, end = solve.controller_state
     # The expression that ConstantStepSize steps by; its first step ends at t0 + dt0.
@@ -147,7 +149,7 @@ def _retrace(solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved,
 
     terms = diffrax.ODETerm(augmented)
     solver = backward.solver
-    jump_ts = getattr(solve.controller, "jump_ts", None)
+    jump_ts: Any = getattr(solve.controller, "jump_ts", None)
     controller = backward_controller(solve, backward)
     order = solver.error_order(terms)
 
@@ -199,11 +201,7 @@ def _retrace(solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved,
         return jnp.where(interval >= 1, -_mesh_point(solve, jnp.maximum(interval, 1)), s1)
 
     if controller is None:
-        number = (
-            jnp.int32(len(solve.controller.ts) - 1)
-            if type(solve.controller) is diffrax.StepTo
-            else solve.controller_state[1].astype(jnp.int32)
-        )
+        number = number_of_steps(solve.controller, solve.controller_state)
         interval = passed(s0, number - 1)
         snext = mesh_target(interval)
         controller_state, made_jump = None, jnp.asarray(False)

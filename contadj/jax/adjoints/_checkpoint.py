@@ -13,6 +13,7 @@ from jax import lax
 from .. import _diffrax, _tree
 from .._forward import March, Options, Solve, Step, leave, march, prepare, restore
 from .._revolve import Schedule, reverse
+from .._times import number_of_steps
 from ._replay import jumped, split, sweep
 
 PyTree = Any
@@ -106,15 +107,6 @@ class _Record(eqx.Module):
     stride: Any
 
 
-def _number_of_steps(solve: Solve):
-    """How many steps the controller will take, where that is known."""
-    if type(solve.controller) is diffrax.StepTo:
-        return jnp.int32(len(solve.controller.ts) - 1)
-    if type(solve.controller) is diffrax.ConstantStepSize:
-        return solve.controller_state[1].astype(jnp.int32)
-    return None
-
-
 def _recorded(solve: Solve, options: Options, room: _Room) -> tuple[March, _Record]:
     """The forward solve, its accepted steps recorded."""
     example = Step(
@@ -127,7 +119,7 @@ def _recorded(solve: Solve, options: Options, room: _Room) -> tuple[March, _Reco
     if slots is None:
         start = _Record(mesh, _tree.buffer(room.capacity, state), None, None)
     else:
-        number = _number_of_steps(solve)
+        number = number_of_steps(solve.controller, solve.controller_state)
         indices = None
         if number is not None:
             number = jnp.minimum(number, room.capacity)
@@ -147,8 +139,8 @@ def _recorded(solve: Solve, options: Options, room: _Room) -> tuple[March, _Reco
             # Full: drop every other snapshot and space the next ones twice as far.
             full = n == slots * stride
 
-            def thin(states):
-                chosen = jnp.minimum(2 * jnp.arange(slots), slots - 1)
+            def thin(states, last=slots - 1):
+                chosen = jnp.minimum(2 * jnp.arange(last + 1), last)
                 return jtu.tree_map(lambda x: x[chosen], states)
 
             if slots > 1:
@@ -212,6 +204,7 @@ def _solve_bwd(residuals, cotangents, perturbed, inputs, *, options, room):
     gradient = sweep(
         "CheckpointAdjoint", solve, options, record.mesh, end, cotangents, perturbed[0], visit
     )
+    gradient = _tree.reversed_once(gradient, "CheckpointAdjoint")
     if probe is None:
         return gradient, None
     made = count + (again[0] if again else 0)

@@ -15,9 +15,20 @@ import optimistix as optx
 from .. import _diffrax, _tree
 from .._forward import ClosedTerm, Options, Saving, Solve, prepare, restore
 from .._steps import get_solver
+from .._times import FIXED
 
 PyTree = Any
-FIXED = (diffrax.ConstantStepSize, diffrax.StepTo)
+
+
+def _as_solver(method: Any) -> Any:
+    if isinstance(method, str):
+        return get_solver(method)
+    if method is None or isinstance(method, diffrax.AbstractSolver):
+        return method
+    raise TypeError(
+        "`method` must be the name of a method, a Diffrax solver such as diffrax.Tsit5(), or None; "
+        f"got {method!r}"
+    )
 
 
 class ContinuousAdjoint(diffrax.AbstractAdjoint):
@@ -36,27 +47,20 @@ class ContinuousAdjoint(diffrax.AbstractAdjoint):
         Most attempted steps of the backward solve; that of the forward solve where None.
     """
 
-    method: diffrax.AbstractSolver | None
-    rtol: Any
-    atol: Any
-    seminorm: bool = eqx.field(static=True)
-    max_steps: int | None = eqx.field(static=True)
-    probe: Any
+    method: Any = eqx.field(converter=_as_solver, default=None)
+    rtol: Any = None
+    atol: Any = None
+    seminorm: bool = eqx.field(static=True, default=False)
+    max_steps: int | None = eqx.field(static=True, default=None)
+    probe: Any = None
 
-    def __init__(self, method=None, rtol=None, atol=None, *, seminorm=False, max_steps=None):
-        if isinstance(method, str):
-            method = get_solver(method)
-        if method is not None and not isinstance(method, diffrax.AbstractSolver):
-            raise TypeError(
-                "`method` must be the name of a method, a Diffrax solver such as diffrax.Tsit5(), "
-                f"or None; got {method!r}"
+    def __check_init__(self):
+        if not isinstance(self.seminorm, bool):
+            raise TypeError(f"`seminorm` must be a bool, got {self.seminorm!r}")
+        if self.max_steps is not None and (type(self.max_steps) is not int or self.max_steps < 1):
+            raise ValueError(
+                f"`max_steps` must be None or an int of at least 1, got {self.max_steps!r}"
             )
-        if not isinstance(seminorm, bool):
-            raise TypeError(f"`seminorm` must be a bool, got {seminorm!r}")
-        if max_steps is not None and (not isinstance(max_steps, int) or max_steps < 1):
-            raise ValueError(f"`max_steps` must be None or an int of at least 1, got {max_steps!r}")
-        self.method, self.rtol, self.atol = method, rtol, atol
-        self.seminorm, self.max_steps, self.probe = seminorm, max_steps, None
 
     def loop(self, *, init_state, terms, solver, saveat, args, t0, **kwargs):
         name = type(self).__name__

@@ -69,7 +69,7 @@ def _solve_fwd(perturbed, inputs, *, options: Options, backward: Backward, nodes
         solve.t0, solve.tnext, solve.tnext, solve.y0, solve.solver_state, options.made_jump,
         jnp.int32(0),
     )  # fmt: skip
-    capacity = options.max_steps
+    capacity: Any = options.max_steps
     record = _tree.buffer(capacity, split(solve, options, example))
 
     def keep(n, step, record):
@@ -270,4 +270,7 @@ def _solve_bwd(residuals, cotangents, perturbed, inputs, *, options, backward, n
     per_step = evaluations(solver)
     per_step = jnp.nan if per_step is None else per_step + (nodes or 0)
     stats = (end.accepted, end.num_steps - end.accepted, end.num_steps * per_step, 0)
-    return saved_times(solve, adjoint, d_ts, d_t0, saved, moving), sums, as_probe(stats, probe)
+    gradient = saved_times(solve, adjoint, d_ts, d_t0, saved, moving)
+    name = "InterpolatingAdjoint" if nodes is None else "GaussAdjoint"
+    gradient, sums = _tree.reversed_once((gradient, sums), name)
+    return gradient, sums, as_probe(stats, probe)

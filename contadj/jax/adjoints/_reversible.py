@@ -200,6 +200,7 @@ def _solve_bwd(residuals, cotangents, perturbed, inputs, *, options, capacity):
     gradient = sweep(
         "ReversibleAdjoint", solve, options, record, end, cotangents, perturbed[0], visit
     )
+    gradient = _tree.reversed_once(gradient, "ReversibleAdjoint")
     if probe is None:
         return gradient, None
     gone = [
