@@ -256,6 +256,13 @@ class Cost:
         return Cost(size, statistics.median(seconds), compilation, ravel_pytree(gradient)[0])
 
 
+def with_parameters(model: Any, trained: Any) -> Any:
+    """`model` with the parameters of `trained`, which may have another adjoint."""
+    leaves = jax.tree.leaves(eqx.filter(trained, eqx.is_inexact_array))
+    params, rest = eqx.partition(model, eqx.is_inexact_array)
+    return eqx.combine(jax.tree.unflatten(jax.tree.structure(params), leaves), rest)
+
+
 def compare(build: Callable[..., tuple[Any, Loss, tuple]], num_steps: int) -> None:
     """Print the cost of a gradient with each adjoint, at `num_steps` and at four times as many.
 

@@ -14,7 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _training_jax import Cost, Trainer, adjoint_of, compare, console, parser, start
+from _training_jax import (
+    Cost,
+    Trainer,
+    adjoint_of,
+    compare,
+    console,
+    parser,
+    start,
+    with_parameters,
+)
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
@@ -132,11 +141,10 @@ def main() -> None:
     if arguments.resume:
         trainer.load()
     if arguments.compare:
-        params = eqx.filter(trainer.model, eqx.is_inexact_array)
 
         def trained(adjoint, num_steps: int):
             built, *rest = build(adjoint, num_steps)
-            return eqx.combine(params, built), *rest
+            return with_parameters(built, trainer.model), *rest
 
         compare(trained, arguments.num_steps)
         return

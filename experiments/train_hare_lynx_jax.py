@@ -18,7 +18,16 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-from _training_jax import Cost, Trainer, adjoint_of, compare, console, parser, start
+from _training_jax import (
+    Cost,
+    Trainer,
+    adjoint_of,
+    compare,
+    console,
+    parser,
+    start,
+    with_parameters,
+)
 
 import contadj.jax as cj
 from contadj.problems import problem_data
@@ -137,11 +146,10 @@ def main() -> None:
     if arguments.resume:
         trainer.load()
     if arguments.compare:
-        params = eqx.filter(trainer.model, eqx.is_inexact_array)
 
         def trained(adjoint, num_steps: int):
             built, *rest = build(adjoint, num_steps)
-            return eqx.combine(params, built), *rest
+            return with_parameters(built, trainer.model), *rest
 
         compare(trained, arguments.num_steps)
         return
