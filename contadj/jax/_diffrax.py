@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 import diffrax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 
 PyTree = Any
@@ -56,9 +57,18 @@ def is_ode_term(terms: PyTree) -> bool:
     return isinstance(getattr(terms, "term", terms), diffrax.ODETerm)
 
 
-def finished(init_state, march, saving_buffers) -> Any:
-    """Diffrax's final state, from the loop's own."""
+def finished(init_state, march, saving_buffers, carries: bool = False) -> Any:
+    """Diffrax's final state, from the loop's own.
+
+    An explicit solver's state is (whether f must be evaluated afresh, f at the end), where it has
+    one; `carries` tells that the loop kept the solver's own state instead.
+    """
     ts, ys = saving_buffers
+    solver_state = march.solver_state
+    if not carries and init_state.solver_state is not None:
+        _, unused = init_state.solver_state
+        afresh = jnp.asarray(solver_state is None)
+        solver_state = (afresh, unused if solver_state is None else solver_state)
     save_state = dataclasses.replace(
         init_state.save_state,
         ts=ts,
@@ -72,7 +82,7 @@ def finished(init_state, march, saving_buffers) -> Any:
         tprev=march.tprev,
         tnext=march.tnext,
         made_jump=march.made_jump,
-        solver_state=march.solver_state,
+        solver_state=solver_state,
         controller_state=march.controller_state,
         progress_meter_state=march.progress,
         result=march.result,

@@ -125,13 +125,20 @@ def as_floats(tree: PyTree) -> PyTree:
 
 
 def undo_floats(tree: PyTree, like: PyTree) -> PyTree:
-    """What `as_floats` was given, its dtypes those of `like`; nothing to differentiate."""
+    """What `as_floats` was given, its dtypes those of `like`; differentiating it is refused."""
 
     def leaf(x, old):
         if not hasattr(old, "dtype"):
             return old
-        x = jax.lax.stop_gradient(x)
-        return x.astype(old.dtype) if x.dtype != old.dtype else x
+        if x.dtype != old.dtype:
+            return jax.lax.stop_gradient(x).astype(old.dtype)
+        return eqxi.nondifferentiable_backward(
+            x,
+            msg=(
+                "the final `solver_state` and `controller_state` of a solve have no gradient with "
+                "an adjoint of contadj.jax; use diffrax.DirectAdjoint(), or jax.lax.stop_gradient"
+            ),
+        )
 
     return jtu.tree_map(leaf, tree, like)
 

@@ -7,7 +7,7 @@ import numpy as np
 import optimistix
 import pytest
 
-from contadj.jax import CheckpointAdjoint, DirectAdjoint, get_solver
+from contadj.jax import BacksolveAdjoint, CheckpointAdjoint, DirectAdjoint, get_solver
 
 NEWTON = optimistix.Newton(rtol=1e-12, atol=1e-12)
 PID = diffrax.PIDController(1e-5, 1e-7)
@@ -33,6 +33,20 @@ CASES = {
     "two-step": (diffrax.LeapfrogMidpoint(), CONSTANT, 0.1, {"ts": True}),
     "reversible heun": (diffrax.ReversibleHeun(), CONSTANT, 0.1, {"ts": True}),
 }
+
+
+# What these cover beyond the others is a second example; they run with `-m slow`.
+SLOW = {
+    "explicit, no first-same-as-last", "euler", "eighth order", "from a tableau", "adaptive",
+    "adaptive, PI control, longest step", "every step saved", "implicit euler", "reversible heun",
+}  # fmt: skip
+every_case = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name, case in CASES.items()
+    ],
+)
 
 
 def loss(x, adjoint, solver, controller, dt0, what):
@@ -72,7 +86,7 @@ POINT = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@every_case
 def test_the_gradient_equals_backpropagation_through_the_solve(case):
     got, want = (
         jax.value_and_grad(loss, has_aux=True)(POINT, adjoint, *case)
@@ -87,9 +101,16 @@ def test_the_gradient_equals_backpropagation_through_the_solve(case):
         np.testing.assert_allclose(g, w, rtol=2e-11, atol=2e-11 * max(1, np.abs(w).max()))
 
 
-@pytest.mark.parametrize("snapshots", [1, 2, 3, 200])
 @pytest.mark.parametrize(
-    "case", ["adaptive", "explicit, constant steps", "every third step saved"], ids=str
+    ("case", "snapshots"),
+    [
+        ("adaptive", 3),
+        ("explicit, constant steps", 2),
+        pytest.param("adaptive", 1, marks=pytest.mark.slow),
+        pytest.param("adaptive", 200, marks=pytest.mark.slow),
+        pytest.param("every third step saved", 3, marks=pytest.mark.slow),
+        pytest.param("explicit, constant steps", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_with_snapshots_the_gradient_is_the_same_to_the_last_bit(case, snapshots):
     got, want = (
@@ -266,3 +287,32 @@ def test_a_failed_forward_solve_raises_and_without_throw_says_so():
     with pytest.raises(Exception, match="maximum number of solver steps"):
         value(1.0, True)
     assert value(1.0, False)[1] == diffrax.RESULTS.max_steps_reached
+
+
+@pytest.mark.parametrize("adjoint", [CheckpointAdjoint(), BacksolveAdjoint()], ids=["ck", "bs"])
+def test_a_solve_goes_on_from_the_state_of_the_one_before(adjoint):
+    def part(t0, t1, y0, adjoint, **state):
+        return diffrax.diffeqsolve(
+            diffrax.ODETerm(lambda t, y, args: -y * jnp.cos(t)), diffrax.Tsit5(), t0, t1, 0.1, y0,
+            adjoint=adjoint, max_steps=16, **state,
+            saveat=diffrax.SaveAt(t1=True, solver_state=True, controller_state=True),
+        )  # fmt: skip
+
+    first = part(0.0, 0.5, jnp.array([1.0]), adjoint)
+    state = {"solver_state": first.solver_state}
+    for then in (adjoint, diffrax.RecursiveCheckpointAdjoint()):
+        got = part(0.5, 1.0, first.ys[-1], then, **state).ys
+        np.testing.assert_allclose(got[0], np.exp(-np.sin(1.0)), rtol=1e-7)
+
+
+def test_a_gradient_through_the_final_solver_state_is_refused():
+    def value(y0):
+        sol = diffrax.diffeqsolve(
+            diffrax.ODETerm(lambda t, y, args: -y), diffrax.Tsit5(), 0.0, 0.5, 0.1, y0,
+            adjoint=CheckpointAdjoint(), max_steps=16,
+            saveat=diffrax.SaveAt(t1=True, solver_state=True),
+        )  # fmt: skip
+        return jnp.sum(sol.solver_state[1])
+
+    with pytest.raises(RuntimeError, match="`solver_state`"):
+        jax.grad(value)(jnp.array([1.0]))

@@ -84,7 +84,7 @@ class CheckpointAdjoint(diffrax.AbstractAdjoint):
                 f"the solve needs more than the {capacity} accepted steps that `contadj.jax."
                 "CheckpointAdjoint(capacity=...)` has room for; raise `capacity`",
             )
-        return _diffrax.finished(init_state, end, buffers), {}
+        return _diffrax.finished(init_state, end, buffers, solve.stepper.carries), {}
 
 
 class _Room(eqx.Module):

@@ -102,7 +102,7 @@ class ContinuousAdjoint(diffrax.AbstractAdjoint):
         if not _diffrax.saves_state(sub):
             ys = observe(fn, solve, ts, ys, init_state.save_state.ys)
         end = restore(end, solve, options)
-        return _diffrax.finished(init_state, end, (ts, ys)), {}
+        return _diffrax.finished(init_state, end, (ts, ys), solve.stepper.carries), {}
 
     def _require_controller(self, controller):
         inner = controller

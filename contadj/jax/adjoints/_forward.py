@@ -30,7 +30,8 @@ class ForwardSensitivity(diffrax.AbstractAdjoint):
     def loop(self, *, init_state, **kwargs):
         solve, options = prepare("ForwardSensitivity", init_state=init_state, **kwargs)
         end, buffers = _solve(solve, options=options)
-        return _diffrax.finished(init_state, restore(end, solve, options), buffers), {}
+        end = restore(end, solve, options)
+        return _diffrax.finished(init_state, end, buffers, solve.stepper.carries), {}
 
 
 @eqx.filter_custom_jvp
