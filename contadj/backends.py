@@ -395,7 +395,8 @@ def _end_with_parent() -> None:
 def definition_digest(spec: str, problem: GradientProblem, method: str) -> str:
     """Return a digest of all that defines a cell's numbers: the problem and the method.
 
-    The problem enters by its name, its numbers and the text of the file its vector field is in;
+    The problem enters by its name, its numbers and the text of the files that its functions are
+    in, a user's problem also by every module it has imported from the folder of its vector field;
     the method by its name and coefficients.
     """
     digest = hashlib.sha256()
@@ -404,9 +405,29 @@ def definition_digest(spec: str, problem: GradientProblem, method: str) -> str:
         name, options = _parse_built_in(spec)
         numbers.append(problem_data(name, **options).constants)
     _digest(digest, [spec, problem.framework, *numbers])
-    digest.update(_source(problem.f))
+    for function in (
+        problem.f, problem.terminal_cost, problem.running_cost, problem.observation_cost
+    ):  # fmt: skip
+        if function is not None:
+            digest.update(_source(function))
+    if ":" in spec:
+        for path in _modules_beside(problem.f):
+            digest.update(path.read_bytes())
     _digest(digest, [method, TABLEAUS.get(method)])
     return digest.hexdigest()[:16]
+
+
+def _modules_beside(function: Any) -> list[Path]:
+    """Files of the imported modules in the folder that a function is written in, or below it."""
+    function = inspect.unwrap(getattr(function, "func", function))
+    try:
+        folder = Path(inspect.getfile(function)).resolve().parent
+    except (TypeError, OSError):
+        return []
+    names = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    files = {Path(name) for name in names if name and Path(name).is_absolute()}
+    beside = {path.resolve() for path in files if path.suffix == ".py" and path.is_file()}
+    return sorted(path for path in beside if path.is_relative_to(folder))
 
 
 def _source(function: Any) -> bytes:

@@ -217,6 +217,8 @@ def converge(
     console.print(f"records  {records.path}", soft_wrap=True)
     for path in figures:
         console.print(f"figure   {path}", soft_wrap=True)
+    if all(cell.status != "ok" for cell in cells):
+        raise typer.Exit(_complain("no cell of the study has a value", 1))
 
 
 def _try_problems(

@@ -126,6 +126,12 @@ def _flatten(problem: GradientProblem, dtype) -> _Flat:
         kind = np.asarray(leaf).dtype
         if not np.issubdtype(kind, np.floating):
             raise TypeError(f"{where}: `y0` must be floating point, got {kind}; write 1.0 for 1")
+    for leaf in jtu.tree_leaves(problem.params):
+        if isinstance(leaf, int) and not isinstance(leaf, bool):
+            raise TypeError(
+                f"{where}: `params` holds the integer {leaf}, which has no gradient; write "
+                f"{leaf}.0, or an integer array if none is wanted"
+            )
     tree = jtu.tree_map(as_array, problem.y0)
     params = jtu.tree_map(as_array, problem.params)
     y0, unravel = ravel_pytree(tree)

@@ -250,6 +250,8 @@ def solve(
     else:
         step_control = StepControl(tolerances["rtol"], tolerances["atol"])
         mesh = parse_options(method, options, times, step_control)
+        if isinstance(mesh, StepControl):
+            _check_reachable(tolerances, y)
         if drive is not None and isinstance(mesh, Mesh):
             mesh = drive.on_knots(mesh, "mesh" in (options or {}))
         integration = Integration(
@@ -280,6 +282,23 @@ def solve(
     ys, total, value = outputs
     states = None if ys is None else layout.unflatten(ys, (len(times),))
     return Solution(t, states, total, value, stats)
+
+
+def _check_reachable(tolerances: Mapping[str, float | Tensor], y: Tensor) -> None:
+    """Raise for tolerances that rounding keeps every step from meeting."""
+    rtol, atol = (
+        float(x.max()) if isinstance(x, Tensor) and x.numel() else x for x in tolerances.values()
+    )
+    if rtol == 0.0 and atol == 0.0:
+        raise ValueError("`rtol` and `atol` are both 0, which no step can meet: give one of them")
+    eps = torch.finfo(y.dtype).eps
+    # A state that does not change any more to its last digit passes any test of its error.
+    scale = float(y.detach().abs().max()) if y.numel() else 0.0
+    if rtol < 0.25 * eps and atol < 0.25 * eps * scale:
+        raise ValueError(
+            f"`rtol` = {rtol:.1e} and `atol` = {atol:.1e} are below the rounding of {y.dtype}, "
+            f"{eps:.1e}: give larger ones, or solve in a wider dtype"
+        )
 
 
 def _backsolve_in_transform(

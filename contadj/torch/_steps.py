@@ -386,6 +386,8 @@ def adaptive_steps(
     )
     jumps = {*control.jump_t, *getattr(f, "jumps", ())}
     stops.append(t1)
+    # Below a few units in the last place of the interval no step makes progress.
+    spacing = 4 * np.finfo(np.float64).eps * max(abs(t0), abs(t1))
     size = control.first_step
     enter(f, t0, stops[0])
     if size is None:
@@ -407,7 +409,7 @@ def adaptive_steps(
         lands = 1.01 * size >= left
         h = left if lands else size
         t_next = stops[stop] if lands else t + direction * h
-        if t_next == t:
+        if t_next == t or (h < spacing and not lands):
             raise StepError(
                 f"the step size fell to {h:.1e} at t = {t:.8g}, below the spacing of times there: "
                 "the problem is stiff or f is not smooth; use an implicit method or larger "

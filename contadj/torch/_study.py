@@ -22,7 +22,16 @@ from ._implicit import stepper
 from ._problems import builtin_problem
 from ._rollout import rollout_adjoint
 from ._solve import ENGINES, solve
-from .adjoints import Adjoint, BacksolveAdjoint, CheckpointAdjoint, DirectAdjoint
+from .adjoints import (
+    Adjoint,
+    BacksolveAdjoint,
+    CheckpointAdjoint,
+    DirectAdjoint,
+    ForwardSensitivity,
+    GaussAdjoint,
+    InterpolatingAdjoint,
+    ReversibleAdjoint,
+)
 
 __all__ = [
     "ENGINES",
@@ -40,7 +49,11 @@ _ADJOINTS: dict[str, Adjoint] = {
     for adjoint in (
         DirectAdjoint(),
         CheckpointAdjoint(),
+        ReversibleAdjoint(reversal_tolerance=float("inf")),
         BacksolveAdjoint(reversal_tolerance=float("inf")),
+        InterpolatingAdjoint(),
+        GaussAdjoint(),
+        ForwardSensitivity(),
     )
 }
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
@@ -100,6 +113,11 @@ class _Tensors:
         self._problem = problem
 
         def as_tensor(leaf: Any) -> Any:
+            if isinstance(leaf, int) and not isinstance(leaf, bool):
+                raise TypeError(
+                    f"problem {problem.name!r}: `params` holds the integer {leaf}, which has no "
+                    f"gradient; write {leaf}.0, or an integer array if none is wanted"
+                )
             tensor = torch.as_tensor(leaf)
             if not tensor.is_floating_point():
                 return tensor.to(device)

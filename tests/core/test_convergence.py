@@ -417,3 +417,26 @@ def test_a_gradient_of_zero_has_no_relative_scale_but_an_error():
     measured = Measurement(Gradient(0.0, [3.0], [4.0]), np.array([0.0, 1.0]), None, 1, 1, None, 0.1)
     record = compare(series(), 1, measured, measured, Reference("closed form", zero))
     assert record.discrete_error == record.discrete_relative == 5 and record.gap_error == 0
+
+
+def test_a_module_beside_a_users_problem_is_part_of_its_digest(tmp_path):
+    """A helper that the problem's file imports changes the numbers as much as the file itself."""
+    (tmp_path / "mine.py").write_text(
+        "from contadj import GradientProblem\n"
+        "from beside import rate\n"
+        "problem = GradientProblem('mine', 'torch', lambda t, y, p: rate * y, y0=1.0, params={},\n"
+        "    t0=0.0, t1=1.0, terminal_cost=lambda y, p: y)\n"
+    )
+    code = (
+        "from contadj.backends import definition_digest, load_problem\n"
+        "print(definition_digest('mine.py:problem', load_problem('mine.py:problem'), 'rk4'))\n"
+    )
+
+    def digest(rate):
+        (tmp_path / "beside.py").write_text(f"rate = {rate}\n")
+        run = [sys.executable, "-B", "-c", code]
+        return subprocess.run(run, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    first = digest(1.0)
+    assert digest(0.5) != first
+    assert digest(1.0) == first

@@ -948,3 +948,17 @@ def test_no_warning_of_any_kind_is_raised_by_a_correct_solve():
         f, y0 = Scaled(), leaf(0.5, -0.3)
         for adjoint in ALL.values():
             end(f, y0, adjoint).sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_tolerances_below_the_rounding_of_the_state_are_refused(dtype):
+    t = torch.tensor([0.0, 1.0])
+    with pytest.raises(ValueError, match="below the rounding of torch"):
+        odeint(lambda t, y: -y, torch.ones(2, dtype=dtype), t)
+    ys = odeint(lambda t, y: -y, torch.ones(2, dtype=dtype), t, rtol=1e-2, atol=1e-2)
+    assert abs(float(ys[-1, 0]) - np.exp(-1)) < 0.02
+
+
+def test_tolerances_of_zero_are_refused():
+    with pytest.raises(ValueError, match="`rtol` and `atol` are both 0"):
+        odeint(lambda t, y: -y, torch.ones(2), torch.tensor([0.0, 1.0]), rtol=0, atol=0)
