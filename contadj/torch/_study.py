@@ -49,7 +49,7 @@ _ADJOINTS: dict[str, Adjoint] = {
     for adjoint in (
         DirectAdjoint(),
         CheckpointAdjoint(),
-        ReversibleAdjoint(reversal_tolerance=float("inf")),
+        ReversibleAdjoint(0.999, reversal_tolerance=float("inf")),
         BacksolveAdjoint(reversal_tolerance=float("inf")),
         InterpolatingAdjoint(),
         GaussAdjoint(),

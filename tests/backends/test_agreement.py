@@ -166,3 +166,18 @@ def test_rollouts_agree_in_every_derivative(snapshots):
         assert len(a) == len(b) > 0
         for x, y in zip(a, b, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-13 * np.abs(y).max())
+
+
+SHARED = sorted(set(torch_study.adjoints()) & set(jax_study.adjoints()))
+
+
+@pytest.mark.parametrize("method", ["heun2", "bosh3", "rk4", "dopri5"])
+@pytest.mark.parametrize(
+    ("adjoint", "problem"),
+    [(adjoint, problem) for adjoint in SHARED for problem in ("pend", "driven")
+     # JAX couples the running cost with the state, PyTorch integrates it beside the state.
+     if (adjoint, problem) != ("ReversibleAdjoint", "pend")],
+)  # fmt: skip
+def test_every_shared_adjoint_gives_the_same_gradient(adjoint, problem, method):
+    ours, theirs = (measured(b, problem, method, adjoint) for b in ("torch", "jax"))
+    assert_same_gradient(ours, theirs, 1e-13)

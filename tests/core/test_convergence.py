@@ -277,6 +277,8 @@ def start(path):
         env=environment,
         stdout=subprocess.PIPE,
         text=True,
+        # A test run in the background of a shell ignores Ctrl-C, and its children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

@@ -541,7 +541,8 @@ def test_value_grad_and_stats_returns_the_statistics_of_both_passes():
     np.testing.assert_allclose(grads["k"], -12 * np.exp(-1), rtol=1e-4)
     assert torch.equal(grads["unused"], torch.zeros(3))
     assert [s.f_evaluations_forward for s in stats] == [40, 3]
-    assert stats[0].steps_accepted == 10 and stats[0].f_evaluations_backward == 40
+    # One more looks whether f is still the function it was.
+    assert stats[0].steps_accepted == 10 and stats[0].f_evaluations_backward == 41
     assert 0 < stats[0].reversal_error < 1e-5
     assert stats[1].reversal_error is None and not x["y"].requires_grad
 

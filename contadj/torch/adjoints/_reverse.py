@@ -94,6 +94,8 @@ class AdjointSystem:
         g, that of the running cost.
     error_wanted : bool
         Also integrate the embedded error of the quadrature.
+    may_reject : bool
+        A step that was tried may be rejected: its share of the quadrature waits for acceptance.
     solution : callable, optional
         y(t), t a float.
     """
@@ -104,13 +106,14 @@ class AdjointSystem:
         params: tuple[Tensor, ...],
         cotangent: Tensor | None,
         error_wanted: bool,
+        may_reject: bool,
         solution: Callable[[float], Tensor] | None = None,
     ):
         self._integration = integration
         self.params = params
         self._cost_cotangent = cotangent
         self.solution = solution
-        self._error_wanted = error_wanted
+        self._error_wanted, self._may_reject = error_wanted, may_reject
         none: list[Tensor | None] = [None] * len(params)
         self.totals, self.pending, self.pending_error = list(none), list(none), list(none)
         self._first = self._last = none
@@ -149,7 +152,7 @@ class AdjointSystem:
             self._e = method.tableau.b - method.tableau.embedded
         self._h = h
         self._stage = 0
-        self.pending = [None] * len(self.params)
+        self.pending = [None] * len(self.params) if self._may_reject else self.totals
         self.pending_error = [None] * len(self.params)
         if reused:
             # After an accepted step it is that step's last stage, after a rejected one its first.
@@ -158,7 +161,8 @@ class AdjointSystem:
 
     def accept(self) -> None:
         """The step tried last was accepted."""
-        accumulate(self.totals, self.pending)
+        if self.pending is not self.totals:
+            accumulate(self.totals, self.pending)
         self._accepted = True
         self._stage = -1
 
@@ -413,6 +417,7 @@ class ReverseSolve:
             () if quadrature else params,
             cotangents.cost,
             adaptive and not settings.seminorm,
+            adaptive,
             solution,
         )
         self._totals: list[Tensor | None] = [None] * len(params)
