@@ -255,8 +255,11 @@ def test_a_dead_worker_is_one_line_and_what_was_written_is_kept(path):
     assert len(read_records(path)) == 3
 
 
+# A test run in the background of a shell ignores Ctrl-C, and its children inherit that.
 SCRIPT = """
+import signal
 import sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import fake_backend
 from contadj.results import RecordFile
 from contadj.convergence import run_study
@@ -277,8 +280,6 @@ def start(path):
         env=environment,
         stdout=subprocess.PIPE,
         text=True,
-        # A test run in the background of a shell ignores Ctrl-C, and its children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
