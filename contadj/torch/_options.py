@@ -44,6 +44,21 @@ def unknown_option(name: str, known: Iterable[str]) -> ValueError:
     return ValueError(f"`options` has no {name!r}{hint} (known: {', '.join(known)})")
 
 
+def fixed_mesh(options: Mapping[str, Any], times: Times) -> Mesh | None:
+    """The mesh that the options ask for, if they ask for one."""
+    given = [name for name in FIXED if name in options]
+    if len(given) > 1:
+        raise ValueError(f"`options` takes one of {', '.join(FIXED)}, got {' and '.join(given)}")
+    if "num_steps" in options:
+        return equal_steps(times, options["num_steps"])
+    if "step_size" in options:
+        return constant_steps(times, _number("step_size", options["step_size"]))
+    if "mesh" in options:
+        mesh = options["mesh"]
+        return given_steps(times, mesh.detach().cpu().numpy() if torch.is_tensor(mesh) else mesh)
+    return None
+
+
 def parse_options(
     method: str, options: Mapping[str, Any] | None, times: Times, control: StepControl
 ) -> Mesh | StepControl:
@@ -78,24 +93,16 @@ def parse_options(
             raise ValueError(f"`options` does not take {name!r}: {REFUSED[name]}")
         if name not in known:
             raise unknown_option(name, known)
-    fixed = [name for name in FIXED if name in options]
-    if len(fixed) > 1:
-        raise ValueError(f"`options` takes one of {', '.join(FIXED)}, got {' and '.join(fixed)}")
-    if fixed:
+    mesh = fixed_mesh(options, times)
+    if mesh is not None:
         others = [name for name in options if name not in FIXED]
         if others:
+            fixed = next(name for name in FIXED if name in options)
             raise ValueError(
-                f"`options` has {fixed[0]!r}, a fixed mesh, and {others[0]!r}, which belongs to "
+                f"`options` has {fixed!r}, a fixed mesh, and {others[0]!r}, which belongs to "
                 "error control; give one of them"
             )
-        value = options[fixed[0]]
-        if fixed[0] == "step_size":
-            return constant_steps(times, _number("step_size", value))
-        if fixed[0] == "num_steps":
-            return equal_steps(times, value)
-        if isinstance(value, torch.Tensor):
-            value = value.detach().cpu().numpy()
-        return given_steps(times, value)
+        return mesh
     if not adaptive_by_default(method):
         raise ValueError(
             f"`method` = {method!r} takes fixed steps: give options={{'num_steps': ...}} (per "

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ._errors import SolveError, SolveStats
 from ._field import VectorField
-from ._mesh import Mesh, Times, constant_steps, equal_steps, given_steps
-from ._options import FIXED, unknown_option
+from ._mesh import Mesh, Times
+from ._options import FIXED, fixed_mesh, unknown_option
 from ._steps import time_like
 
 if TYPE_CHECKING:
@@ -38,21 +38,6 @@ _OPTIONS = {
 
 
 _GIVES_UP = ("underflow in dt", "max_num_steps exceeded", "non-finite values in state")
-
-
-def fixed_mesh(options: Mapping[str, Any], times: Times) -> Mesh | None:
-    """The mesh that the options ask for, if they ask for one."""
-    given = [name for name in FIXED if name in options]
-    if len(given) > 1:
-        raise ValueError(f"`options` takes one of {', '.join(FIXED)}, got {' and '.join(given)}")
-    if "num_steps" in options:
-        return equal_steps(times, options["num_steps"])
-    if "step_size" in options:
-        return constant_steps(times, float(options["step_size"]))
-    if "mesh" in options:
-        mesh = options["mesh"]
-        return given_steps(times, mesh.detach().cpu().numpy() if torch.is_tensor(mesh) else mesh)
-    return None
 
 
 def engine_options(

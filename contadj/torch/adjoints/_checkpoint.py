@@ -54,8 +54,7 @@ class CheckpointAdjoint(ReplayingAdjoint):
         """Solve, keeping states or snapshots of them."""
         outputs = Outputs(integration)
         if self.snapshots is not None and isinstance(integration.mesh, Mesh):
-            sweep = _Sweep(integration, y0)
-            store = OfflineSnapshots(sweep.num_steps, self.snapshots)
+            store = OfflineSnapshots(len(integration.mesh.times) - 1, self.snapshots)
             steps = integration.steps(y0)
 
             def take(y: Tensor, n0: int, n1: int) -> Tensor:
@@ -156,14 +155,11 @@ class _Sweep:
         self,
         integration: Integration,
         y0: Tensor,
-        mesh: Mesh | None = None,
-        params: tuple[Tensor, ...] = (),
-        t: Tensor | None = None,
-        cotangents: Cotangents | None = None,
+        mesh: Mesh,
+        params: tuple[Tensor, ...],
+        t: Tensor,
+        cotangents: Cotangents,
     ):
-        if mesh is None:
-            assert isinstance(integration.mesh, Mesh)
-            mesh = integration.mesh
         self.integration = integration
         self.mesh = mesh
         self.num_steps = len(mesh.times) - 1
@@ -171,7 +167,7 @@ class _Sweep:
         self._ends = mesh.times[1:].tolist()
         self._table = stage_times(integration.method, mesh.times, y0)
         self._params = params
-        self._t = t if t is not None and t.requires_grad else None
+        self._t = t if t.requires_grad else None
         self._cotangents = cotangents
         self._param_grads: list[Tensor | None] = [None] * len(params)
         if self._t is not None:
@@ -181,7 +177,6 @@ class _Sweep:
 
     def start(self, y: Tensor) -> None:
         """Begin at the last observation time."""
-        assert self._cotangents is not None
         self.adjoint = torch.zeros_like(y)
         self._y_end = y
         last = len(self.integration.times) - 1
@@ -220,7 +215,6 @@ class _Sweep:
     def reverse(self, n: int, y: Tensor) -> None:
         """lambda_n from lambda_{n+1}, given y_n."""
         integration, cotangents = self.integration, self._cotangents
-        assert cotangents is not None
         start, end = self._starts[n], self._ends[n]
         indices = integration.observed(start, end)
         if self._runs_compiled(n, indices):
@@ -273,7 +267,7 @@ class _Sweep:
 
     def _reverse_compiled(self, n: int, y: Tensor, indices: range) -> None:
         integration, method = self.integration, self.integration.method
-        assert isinstance(method, CompiledRungeKutta) and self._cotangents is not None
+        assert isinstance(method, CompiledRungeKutta)
         start, end = self._starts[n], self._ends[n]
         cotangent = self._cotangents.of_observations(integration, indices) if indices else None
         slope_cotangents = None
