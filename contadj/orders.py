@@ -6,6 +6,13 @@ Four quantities are measured at every step size h:
 - `continuous`: |gradient by the adjoint ODE, solved backward with the same method and h - exact|
 - `gap`: |discrete - continuous| at the same h
 - `adjoint`: max_n |lambda_n - lambda(t_n)|, lambda_n = dL/dy_n of the discrete solution
+
+Three more say where lambda_n converges; the study of the adjoint along the way measures them:
+
+- `adjoint_interior`: as `adjoint`, over the steps with t_n in the middle half of the interval
+- `multiplier`: max_n |slope_sum dL/dr_n - lambda(t_n)|, r_n the residual of the multistep formula
+  that ends at t_n, slope_sum as in `contadj.multistep`; a multistep method's alone
+- `multiplier_interior`: as `multiplier`, over the middle half
 """
 
 from __future__ import annotations
@@ -17,9 +24,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from .multistep import MULTISTEP
 from .tableaus import TABLEAUS
 
 QUANTITIES = ("discrete", "continuous", "gap", "adjoint")
+ALONG = ("adjoint_interior", "multiplier", "multiplier_interior")
 
 _SANDU_2006 = "Sandu 2006, doi:10.1007/11758549_76"
 _WALTHER_2007 = "Walther 2007, doi:10.1007/s10589-006-0397-3"
@@ -31,6 +40,7 @@ _RUNGE_KUTTA = {
     "continuous": "order p of the method, applied to (y, lambda, gradient) in reverse time",
     "gap": "order p: the difference of two approximations of order p",
     "adjoint": f"order p of the method, at every step: {_SANDU_2006}; {_WALTHER_2007}",
+    "adjoint_interior": f"order p of the method: {_SANDU_2006}; {_WALTHER_2007}",
 }
 
 
@@ -62,14 +72,41 @@ class ExpectedOrder:
 _EXCEPTIONS: dict[tuple[str, str], tuple[float, str]] = {
     ("heun2", "gap"): (3, f"superconvergent, one order above p: {_MEASURED}"),
     ("reversible_heun", "gap"): (4, f"superconvergent, two orders above p: {_MEASURED}"),
-    ("leapfrog", "adjoint"): (
-        0,
-        "dL/dy_n of a two-step method does not converge: Sandu 2008, "
-        "doi:10.1007/978-3-540-68942-3_1",
-    ),
 }
 # Methods without a tableau in `contadj.tableaus`.
-_ORDERS = {"adaptive_heun": 2, "fehlberg2": 2, "reversible_heun": 2, "leapfrog": 2}
+_ORDERS = {"adaptive_heun": 2, "fehlberg2": 2, "reversible_heun": 2}
+
+# Methods with a history: dL/dy_0 and dL/dtheta converge at order p, and lambda_n = dL/dy_n with the
+# history held fixed need not.
+_ORDERS |= {name: method.order for name, method in MULTISTEP.items()}
+_SANDU_2008 = "Sandu 2008, doi:10.1007/978-3-540-68942-3_1"
+_BDF = f"{_SANDU_2008}; Beigel, Mommer, Wirsching & Bock 2013, doi:10.1007/s00211-013-0570-4"
+_MULTISTEP = _RUNGE_KUTTA | {"discrete": f"order p of the method: {_SANDU_2008}"}
+_ADAMS = (
+    1,
+    "order 1 whatever the order of the method: the adjoint recursion takes every f_y at t_n and "
+    f"starts from one value at the end: {_SANDU_2008}",
+)
+_LEAPFROG = (
+    0,
+    f"goes to and fro about lambda(t_n) / 2, the parasitic root being -1: {_SANDU_2008}",
+)
+_REVERSIBLE_HEUN = (
+    2,
+    "order p: dL/dz_n of the second state z is O(h^2), of a size that alternates from step to step",
+)
+_END = f"the last one is slope_sum (I - h b f_y)^-T dC/dy, and not lambda(T): {_BDF}"
+_INNER = f"order p of the method, once the layer at the end has decayed: {_BDF}"
+for _name, _method in MULTISTEP.items():
+    for _quantity in ("adjoint", *ALONG):
+        _EXCEPTIONS[_name, _quantity] = _LEAPFROG if _name == "leapfrog" else _ADAMS
+    if _name.startswith("bdf"):
+        _tends = f"tends to lambda(t_n) / slope_sum, slope_sum = {_method.slope_sum}: {_BDF}"
+        _EXCEPTIONS[_name, "adjoint"] = _EXCEPTIONS[_name, "adjoint_interior"] = 0, _tends
+        _EXCEPTIONS[_name, "multiplier"] = 0, _END
+        _EXCEPTIONS[_name, "multiplier_interior"] = _method.order, _INNER
+for _quantity in ("adjoint", "adjoint_interior"):
+    _EXCEPTIONS["reversible_heun", _quantity] = _REVERSIBLE_HEUN
 
 
 def expected_order(method: str, quantity: str) -> ExpectedOrder | None:
@@ -80,7 +117,7 @@ def expected_order(method: str, quantity: str) -> ExpectedOrder | None:
     method : str
         Name of a method.
     quantity : str
-        One of `QUANTITIES`.
+        One of `QUANTITIES` or `ALONG`.
 
     Returns
     -------
@@ -90,18 +127,20 @@ def expected_order(method: str, quantity: str) -> ExpectedOrder | None:
     Raises
     ------
     ValueError
-        If `quantity` is not one of `QUANTITIES`.
+        If there is no such quantity.
     """
-    if quantity not in QUANTITIES:
-        raise ValueError(f"`quantity` must be one of {', '.join(QUANTITIES)}; got {quantity!r}")
+    known = (*QUANTITIES, *ALONG)
+    if quantity not in known:
+        raise ValueError(f"`quantity` must be one of {', '.join(known)}; got {quantity!r}")
     tableau = TABLEAUS.get(method)
     p = tableau.order if tableau else _ORDERS.get(method)
-    if p is None:
+    if p is None or (quantity.startswith("multiplier") and method not in MULTISTEP):
         return None
     if quantity == "gap" and tableau and tableau.symplectic and tableau.symmetric:
         source = f"zero, the method is symplectic and symmetric: {_SANZ_SERNA_2016}"
         return ExpectedOrder(math.inf, 0.0, source)
-    order, source = _EXCEPTIONS.get((method, quantity), (p, _RUNGE_KUTTA[quantity]))
+    sources = _MULTISTEP if method in MULTISTEP else _RUNGE_KUTTA
+    order, source = _EXCEPTIONS.get((method, quantity)) or (p, sources[quantity])
     # Few pairs lie between the pre-asymptotic steps and round-off from order 5 on.
     return ExpectedOrder(order, 0.15 if p < 5 else 0.4, source)
 
