@@ -16,14 +16,9 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import multiprocessing
-import multiprocessing.connection
-import os
 import platform
 import re
-import signal
 import sys
-import threading
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache, lru_cache
@@ -36,6 +31,7 @@ import numpy as np
 from . import __version__
 from .config import Study
 from .convergence import DISCRETE, REFERENCE_METHOD, GradientFunction, Series
+from .digests import code_of
 from .problems import BUILT_IN, GradientProblem, problem_data
 from .problems._problem import FRAMEWORKS
 from .tableaus import TABLEAUS
@@ -369,33 +365,10 @@ def _reference_engine(framework: str) -> str:
     return next(e for e in backend.ENGINES if REFERENCE_METHOD in backend.methods(e))
 
 
-def prepare_worker(threads: int) -> None:
-    """Set up a worker process: its share of the cores, and an end when the study ends.
-
-    Parameters
-    ----------
-    threads : int
-        Threads that the frameworks may use in this process.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends us
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NPROC"):
-        os.environ[name] = str(threads)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """End this process when the parent is killed; a pool's workers would wait for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-
 def definition_digest(spec: str, problem: GradientProblem, method: str) -> str:
     """Return a digest of all that defines a cell's numbers: the problem and the method.
 
-    The problem enters by its name, its numbers and the text of the files that its functions are
+    The problem enters by its name, its numbers and the code of the files that its functions are
     in, a user's problem also by every module it has imported from the folder of its vector field;
     the method by its name and coefficients.
     """
@@ -412,7 +385,7 @@ def definition_digest(spec: str, problem: GradientProblem, method: str) -> str:
             digest.update(_source(function))
     if ":" in spec:
         for path in _modules_beside(problem.f):
-            digest.update(path.read_bytes())
+            digest.update(code_of(path))
     _digest(digest, [method, TABLEAUS.get(method)])
     return digest.hexdigest()[:16]
 
@@ -435,8 +408,8 @@ def _source(function: Any) -> bytes:
     function = inspect.unwrap(getattr(function, "func", function))  # decorated, functools.partial
     for owner in (function, type(function)):
         try:
-            return Path(inspect.getfile(owner)).read_bytes()
-        except (TypeError, OSError):
+            return code_of(inspect.getfile(owner))
+        except (TypeError, OSError, SyntaxError):
             continue
     return repr(type(function)).encode()
 

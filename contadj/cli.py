@@ -1,4 +1,4 @@
-"""The command line: `contadj converge`, `contadj list`.
+"""The command line: `contadj converge`, `contadj figures`, `contadj list`.
 
 Neither torch nor jax is imported before a study asks for it.
 """
@@ -6,37 +6,39 @@ Neither torch nor jax is imported before a study asks for it.
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    track,
+)
 from rich.table import Table
 from rich.text import Text
 
-from . import __version__, backends
-from .config import load_study
-from .convergence import (
-    InlineExecutor,
-    OrderRow,
-    Series,
-    WorkerDiedError,
-    order_rows,
-    run_study,
-)
+from . import __version__, backends, figures
+from .config import Settings, Study, load_study
+from .convergence import OrderRow, Series, WorkerDiedError, order_rows, run_study
 from .plotting import convergence_figure
 from .problems import BUILT_IN, GradientProblem
-from .results import Record, RecordFile
+from .results import CellRecord, Record, RecordFile
+from .studies import load_module
+from .studies._run import StudyCells
 from .tableaus import TABLEAUS
+from .workers import open_executor
 
 # The base of the command line's own errors; typer exports the leaf only.
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -122,6 +124,9 @@ def _integers(text: str | None) -> list[int] | None:
 
 # The names in the examples are whatever problems come first.
 _ONE, _TWO, *_ = BUILT_IN
+_SCHEDULER_HELP = (
+    "Work on a Dask cluster: tcp://HOST:PORT of its scheduler, or local for one of JOBS processes."
+)
 _CONVERGE_HELP = f"""Measure how gradients converge as the step size goes to zero.
 
 For each problem, engine, method and number of steps: the discrete gradient (backpropagation
@@ -139,6 +144,8 @@ Examples:
 - contadj converge my_model.py:problem --jobs 2
 
 - contadj converge --config experiments/quickstart.toml
+
+- contadj converge --config experiments/quickstart.toml --scheduler tcp://127.0.0.1:8786
 """
 
 
@@ -178,47 +185,73 @@ def converge(
         Path | None, typer.Option(help="Directory for records and figures. Default: out.")
     ] = None,
     jobs: Annotated[int | None, typer.Option(help="Processes. Default: 1.")] = None,
+    scheduler: Annotated[str | None, typer.Option(help=_SCHEDULER_HELP)] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A reduced run: the config's table [quick].")
+    ] = False,
 ) -> None:
     """Run a study and show what it found."""
+    console = _console()
     try:
         study = load_study(
-            config, problems=problems or None, backends=backend or None, engines=engine or None,
-            methods=method or None, steps=_integers(steps), dtype=dtype, device=device, out=out,
-            jobs=jobs,
+            config, quick=quick, problems=problems or None, backends=backend or None,
+            engines=engine or None, methods=method or None, steps=_integers(steps), dtype=dtype,
+            device=device, out=out, jobs=jobs,
         )  # fmt: skip
-        series, by_name, notes = backends.plan(study)
-        records = RecordFile(study.out / "records.jsonl")
+    except ValueError as error:
+        raise typer.Exit(_complain(error)) from None
+    path = study.out / "records.jsonl"
+    cells = _measure(study, path, scheduler, console)
+    if isinstance(study, Study):
+        try:
+            paths = _save_figures(cells, study.out)
+        except OSError as error:
+            message = f"{error}; the finished cells are in {path}"
+            raise typer.Exit(_complain(message)) from None
+        rows = order_rows(cells)
+        _print_tables(console, rows)
+        _print_summary(console, cells, rows)
+    else:
+        paths = []
+        _print_findings(console, str(study.study), cells)
+    console.print(f"records  {path}", soft_wrap=True)
+    for figure in paths:
+        console.print(f"figure   {figure}", soft_wrap=True)
+    if all(cell.status != "ok" for cell in cells):
+        raise typer.Exit(_complain("no cell of the study has a value", 1))
+
+
+def _measure(study: Settings, path: Path, scheduler: str | None, console: Console) -> list[Any]:
+    """Run a study and return its records, those of earlier runs included."""
+    series: list[Series] = []
+    by_name: dict[tuple[str, str], GradientProblem] = {}
+    try:
+        if isinstance(study, Study):
+            series, by_name, notes = backends.plan(study)
+            for note in notes:
+                console.print(f"note: {note}", style="yellow")
+        records = RecordFile(path)
     except (ValueError, OSError) as error:
         raise typer.Exit(_complain(error)) from None
-    console = _console()
-    for note in notes:
-        console.print(f"note: {note}", style="yellow")
     with records:
         try:
             _try_problems(series, by_name, records)
+            with open_executor(study.jobs, scheduler) as (executor, at_once):
+                if isinstance(study, Study):
+                    return _run_grid(series, by_name, records, executor, at_once)
+                return _run_cells(study, records, executor, at_once)
         except ValueError as error:
             raise typer.Exit(_complain(error)) from None
-        try:
-            cells = _run(series, by_name, records, study.jobs)
-            figures = _save_figures(cells, study.out)
         except KeyboardInterrupt as stop:
             done = len(records.records)
             code = 143 if isinstance(stop, _Terminated) else 130
-            message = f"interrupted; {done} records are in {records.path}: run again to continue"
+            message = f"interrupted; {done} records are in {path}: run again to continue"
             raise typer.Exit(_complain(message, code)) from None
         except WorkerDiedError as error:
             raise typer.Exit(_complain(error, 1)) from None
         except OSError as error:
-            message = f"{error}; the finished cells are in {records.path}"
+            message = f"{error}; the finished cells are in {path}"
             raise typer.Exit(_complain(message)) from None
-    rows = order_rows(cells)
-    _print_tables(console, rows)
-    _print_summary(console, cells, rows)
-    console.print(f"records  {records.path}", soft_wrap=True)
-    for path in figures:
-        console.print(f"figure   {path}", soft_wrap=True)
-    if all(cell.status != "ok" for cell in cells):
-        raise typer.Exit(_complain("no cell of the study has a value", 1))
 
 
 def _try_problems(
@@ -233,46 +266,44 @@ def _try_problems(
                 break
 
 
-def _run(
-    series: list[Series],
-    problems: dict[tuple[str, str], GradientProblem],
-    records: RecordFile,
-    jobs: int,
-) -> list[Record]:
-    executor: Executor = InlineExecutor()
-    if jobs > 1:
-        executor = ProcessPoolExecutor(
-            jobs,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=backends.prepare_worker,
-            initargs=(max(1, (os.cpu_count() or 1) // jobs),),
-        )
+@contextmanager
+def _progress(total: int, done: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar on a terminal; yields what moves it on by one cell."""
     console = Console(stderr=True)
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console, transient=True, disable=not console.is_terminal,
     )  # fmt: skip
+    with progress:
+        bar = progress.add_task("starting", total=total, completed=done)
+        yield lambda description: progress.update(bar, advance=1, description=description)
+
+
+def _run_grid(
+    series: list[Series],
+    problems: dict[tuple[str, str], GradientProblem],
+    records: RecordFile,
+    executor: Executor,
+    jobs: int,
+) -> list[Record]:
     there = {record.identity for record in records.records if record.status != "failed"}
     total = [one.identity(n) for one in series for n in one.steps]
-    try:
-        with progress:
-            bar = progress.add_task(
-                "references", total=len(total), completed=sum(cell in there for cell in total)
-            )
+    with _progress(len(total), sum(cell in there for cell in total)) as advance:
+        return run_study(
+            series, problems, backends.gradient_function, records, executor=executor, jobs=jobs,
+            on_record=lambda record: advance(f"{record.problem} {record.method}"),
+        )  # fmt: skip
 
-            def advance(record: Record) -> None:
-                progress.update(bar, advance=1, description=f"{record.problem} {record.method}")
 
-            return run_study(
-                series, problems, backends.gradient_function, records,
-                executor=executor, jobs=jobs, on_record=advance,
-            )  # fmt: skip
-    except BaseException:
-        for worker in multiprocessing.active_children():
-            worker.terminate()
-        raise
-    finally:
-        executor.shutdown(cancel_futures=True)
+def _run_cells(
+    study: Settings, records: RecordFile, executor: Executor, jobs: int
+) -> list[CellRecord]:
+    grid = StudyCells(str(study.study), study)
+    with _progress(len(grid), grid.count_in(records)) as advance:
+        return grid.run(
+            records, executor=executor, jobs=jobs,
+            on_record=lambda one: advance(" ".join(map(str, one.cell.values()))[:40]),
+        )  # fmt: skip
 
 
 def _save_figures(cells: list[Record], out: Path) -> list[Path]:
@@ -359,8 +390,96 @@ def _print_summary(console: Console, cells: list[Record], rows: list[OrderRow]) 
     console.print(f"orders   {_counts(states)}")
 
 
+def _print_findings(console: Console, name: str, cells: list[CellRecord]) -> None:
+    console.print()
+    for finding in load_module(name).findings(cells):
+        console.print(f"- {finding}", markup=False)
+    for cell in cells:
+        if cell.status != "ok":
+            place = " ".join(map(str, cell.cell.values()))
+            console.print(f"! {place} {cell.status}: {cell.message}", style="red", markup=False)
+    console.print(f"cells    {_counts(Counter(cell.status for cell in cells))}")
+
+
 def _counts(counter: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counter.most_common())
+
+
+_FIGURES_HELP = """Draw the figures of the study from its records.
+
+Reads experiments/results and the scripts of paper_figures in this directory; writes PDF, PNG and
+caption of each figure into paper_figures/out, and the table of paper_figures/README.md.
+
+Examples:
+
+- contadj figures
+
+- contadj figures contact controls
+
+- contadj figures --recompute
+
+- contadj figures --recompute --quick
+"""
+
+
+@app.command("figures", help=_FIGURES_HELP)
+def draw_figures(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help="Figures. Default: all.")
+    ] = None,
+    recompute: Annotated[
+        bool,
+        typer.Option("--recompute", help="Measure again first; an interrupted run continues."),
+    ] = False,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="With --recompute: the configs' reduced grids. Records and figures go to "
+            "out/quick; those of the study stay as they are.",
+        ),
+    ] = False,
+    jobs: Annotated[
+        int | None, typer.Option(help="Processes of --recompute. Default: the configs'.")
+    ] = None,
+    scheduler: Annotated[str | None, typer.Option(help=_SCHEDULER_HELP)] = None,
+) -> None:
+    """Draw figures, after measuring again if asked to."""
+    console = _console()
+    chosen = names or figures.script_names()
+    if not chosen:
+        message = f"no scripts in {figures.DIRECTORY}; run this where the study's directory is"
+        raise typer.Exit(_complain(message))
+    if not recompute and (quick or jobs or scheduler):
+        raise typer.Exit(_complain("`--quick`, `--jobs` and `--scheduler` need `--recompute`"))
+    results = Path("out/quick") if quick else figures.RESULTS
+    out = results if quick else figures.DIRECTORY / "out"
+    try:
+        if recompute:
+            for name in dict.fromkeys(n for one in chosen for n in figures.records_of(one)):
+                _recompute(name, results / f"{name}.jsonl", quick, jobs, scheduler, console)
+        scripts = [figures.Script(name, results=results) for name in chosen]
+        for script in track(scripts, "drawing", console=Console(stderr=True), transient=True):
+            for path in script.save(out):
+                console.print(str(path), soft_wrap=True)
+        if not quick and not names:
+            (figures.DIRECTORY / "README.md").write_text(figures.readme(scripts), "utf-8")
+    except (ValueError, OSError) as error:
+        raise typer.Exit(_complain(error)) from None
+    console.print()
+    for script in scripts:
+        console.print(f"{script.name}: {script.finding}", soft_wrap=True, markup=False)
+
+
+def _recompute(
+    name: str, path: Path, quick: bool, jobs: int | None, scheduler: str | None, console: Console
+) -> None:
+    """Measure a config anew; the records there are replaced once all new ones are."""
+    new = path.with_name(f"{name}.new.jsonl")
+    study = load_study(figures.CONFIGS / f"{name}.toml", quick=quick, jobs=jobs)
+    console.print(f"measuring {name}")
+    _measure(study, new, scheduler, console)
+    new.replace(path)
 
 
 @app.command("list")

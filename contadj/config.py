@@ -1,4 +1,4 @@
-"""A step-size study as settings: from a TOML file, the command line, or both."""
+"""A study as settings: from a TOML file, the command line, or both."""
 
 from __future__ import annotations
 
@@ -9,12 +9,37 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from .studies import load_module
+
 Names = Annotated[tuple[str, ...], Field(min_length=1)]
 Steps = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
 
 
-class Study(BaseModel):
-    """What a study covers: every problem x engine x method x number of steps.
+class Settings(BaseModel):
+    """What every study's settings have; a key they do not have is an error.
+
+    Parameters
+    ----------
+    study : str, optional
+        The module of `contadj.studies`; none for a step-size study.
+    out : path
+        Directory for records and figures.
+    jobs : int
+        Cells in work at once, each in its own process if more than one.
+    quick : dict
+        Settings that take the place of these in a reduced run.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    study: str | None = None
+    out: Path = Path("out")
+    jobs: Annotated[int, Field(ge=1)] = 1
+    quick: dict[str, Any] = {}
+
+
+class Study(Settings):
+    """What a step-size study covers: every problem x engine x method x number of steps.
 
     Parameters
     ----------
@@ -34,13 +59,9 @@ class Study(BaseModel):
         "float64" or "float32".
     device : str
         "cpu", "cuda", "cuda:1", ...
-    out : path
-        Directory for records and figures.
-    jobs : int
-        Cells in work at once, each in its own process if more than one.
+    study, out, jobs, quick
+        As in `Settings`.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     problems: Names
     backends: Annotated[tuple[Literal["torch", "jax"], ...], Field(min_length=1)] | None = None
@@ -50,8 +71,6 @@ class Study(BaseModel):
     steps_of: dict[str, Steps] = {}
     dtype: Literal["float64", "float32"] = "float64"
     device: str = "cpu"
-    out: Path = Path("out")
-    jobs: Annotated[int, Field(ge=1)] = 1
 
     @field_validator("steps")
     @classmethod
@@ -69,15 +88,18 @@ class Study(BaseModel):
         return None if names is None else tuple(dict.fromkeys(names))
 
 
-def load_study(path: str | Path | None = None, **settings: Any) -> Study:
-    """Return a validated study.
+def load_study(path: str | Path | None = None, *, quick: bool = False, **settings: Any) -> Settings:
+    """Return a validated study: a `Study`, or the `Settings` of the module of `contadj.studies`
+    that the key `study` names.
 
     Parameters
     ----------
     path : path, optional
-        A TOML file with the fields of `Study` as keys.
+        A TOML file with the fields of the settings as keys.
+    quick : bool
+        Whether the table `[quick]` of the file replaces what it names.
     **settings
-        Fields of `Study`, which replace those of the file; None leaves a field as it is.
+        Fields, which replace those of the file; None leaves a field as it is.
 
     Raises
     ------
@@ -94,18 +116,26 @@ def load_study(path: str | Path | None = None, **settings: Any) -> Study:
         except ValueError as error:
             raise ValueError(f"config {path} is not TOML: {error}") from None
     source = "settings" if path is None else f"config {path}"
+    if quick:
+        values |= values.get("quick", {})
     values |= {key: value for key, value in settings.items() if value is not None}
+    kind: type[Settings] = Study
+    if (name := values.get("study")) is not None:
+        try:
+            kind = load_module(name).Settings
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
     try:
-        return Study.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as error:
-        raise ValueError(f"{source}: {_one_line(error)}") from None
+        raise ValueError(f"{source}: {_one_line(error, kind)}") from None
 
 
-def _one_line(error: ValidationError) -> str:
+def _one_line(error: ValidationError, kind: type[Settings]) -> str:
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
     if first["type"] == "extra_forbidden":
-        known = list(Study.model_fields)
+        known = sorted(kind.model_fields, key=lambda field: field in Settings.model_fields)
         near = get_close_matches(key, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
         return f"unknown key {key!r}; {hint}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import platform
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
@@ -185,16 +186,17 @@ def _attempt(function: Callable[[], Measurement]) -> Outcome:
     try:
         measurement = function()
     except ArithmeticError as error:  # a backend met a value that is not finite
-        return Failure("diverged", _one_line(error))
+        return Failure("diverged", one_line(error))
     except Exception as error:
-        return Failure("failed", f"{type(error).__name__}: {_one_line(error)}")
+        return Failure("failed", f"{type(error).__name__}: {one_line(error)}")
     gradient = measurement.gradient
     if not (math.isfinite(gradient.cost) and np.all(np.isfinite(gradient.vector))):
         return Failure("diverged", "the gradient is not finite")
     return measurement
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """Return an error's message on one line, shortened."""
     return " ".join(str(error).split())[:300]
 
 
@@ -209,8 +211,11 @@ def _largest(adjoints: Array) -> float:
         return float(np.max(np.linalg.norm(adjoints, axis=1)))
 
 
-def measure_cell(make: Make, series: Series, num_steps: int) -> tuple[Outcome, Outcome]:
-    """Compute the discrete and the continuous gradient of one cell; runs in a worker."""
+def measure_cell(make: Make, series: Series, num_steps: int) -> tuple[Outcome, Outcome, float]:
+    """Compute the discrete and the continuous gradient of one cell, and the seconds it took; runs
+    in a worker.
+    """
+    start = time.perf_counter()
 
     def measure(adjoint: str) -> Measurement:
         gradient_at = make(
@@ -225,7 +230,10 @@ def measure_cell(make: Make, series: Series, num_steps: int) -> tuple[Outcome, O
         )
         return gradient_at(num_steps)
 
-    return _attempt(lambda: measure(DISCRETE)), _attempt(lambda: measure(CONTINUOUS))
+    discrete, continuous = (
+        _attempt(lambda adjoint=adjoint: measure(adjoint)) for adjoint in (DISCRETE, CONTINUOUS)
+    )
+    return discrete, continuous, time.perf_counter() - start
 
 
 def solve_reference(make: Make, series: Series) -> Reference:
@@ -259,7 +267,7 @@ def solve_reference(make: Make, series: Series) -> Reference:
             max_steps=finest,
         )
     except Exception as error:
-        return Reference(f"none: {_one_line(error)}")
+        return Reference(f"none: {one_line(error)}")
     solves: dict[int, Outcome] = {}
 
     def solve(num_steps: int) -> Outcome:
@@ -445,8 +453,9 @@ def run_study(
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 series, num_steps, steps = running.pop(future)
                 reference = references[series.problem, series.framework]
-                discrete, continuous = future.result()
+                discrete, continuous, seconds = future.result()
                 record = compare(series, num_steps, discrete, continuous, reference)
+                record = replace(record, seconds=seconds)
                 records.append(record)
                 known[record.identity] = record
                 on_record(record)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -26,6 +28,63 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 
 
+def line_style(number: int) -> dict[str, Any]:
+    """Return colour, marker and line style of the line with a number; no two agree in all three."""
+    return {
+        "color": _COLOURS[number % len(_COLOURS)],
+        "marker": _MARKERS[number % len(_MARKERS)],
+        "linestyle": _DASHES[number % len(_DASHES)],
+    }
+
+
+def plot_line(
+    axes: Axes,
+    h: Sequence[float],
+    errors: Sequence[float | None],
+    floors: Sequence[float],
+    label: str,
+    number: int,
+) -> tuple[float, float] | None:
+    """Draw one line of errors against step sizes, log-log.
+
+    Points at or below the round-off floor are hollow; missing and zero errors are left out.
+
+    Parameters
+    ----------
+    axes : matplotlib.axes.Axes
+        Where to draw.
+    h, errors, floors : sequences of float, of one length
+        An error may be None.
+    label : str
+        For the legend.
+    number : int
+        Chooses colour, marker and line style.
+
+    Returns
+    -------
+    (h, error) or None
+        The coarsest point above round-off, where a slope triangle belongs.
+    """
+    points = sorted((x, e, e > floor) for x, e, floor in zip(h, errors, floors, strict=True) if e)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    if not points:
+        return None
+    xs, ys, usable = (np.array(column) for column in zip(*points, strict=True))
+    style = line_style(number)
+    axes.plot(xs, ys, color=style["color"], linestyle=style["linestyle"], linewidth=1)
+    for chosen, face in ((usable, style["color"]), (~usable, "white")):
+        axes.plot(
+            xs[chosen], ys[chosen], style["marker"], color=style["color"], markerfacecolor=face
+        )
+    # An empty line carries line and marker together into the legend.
+    axes.plot([], [], **style, label=label)
+    if not usable.any():
+        return None
+    coarsest = int(np.flatnonzero(usable)[-1])
+    return xs[coarsest], ys[coarsest]
+
+
 def plot_errors(axes: Axes, records: Sequence[Record], quantity: str) -> None:
     """Draw the relative error of one quantity against h, one line per method.
 
@@ -42,40 +101,26 @@ def plot_errors(axes: Axes, records: Sequence[Record], quantity: str) -> None:
     """
     triangles: dict[float, tuple[float, float]] = {}
     for number, method in enumerate(dict.fromkeys(record.method for record in records)):
-        points = sorted(
-            (record.h, error, error > floor(record, quantity))
-            for record in records
-            if record.method == method
-            and record.h is not None
-            and (error := record.relative(quantity))
+        cells = [record for record in records if record.method == method and record.h is not None]
+        place = plot_line(
+            axes,
+            [cell.h or math.nan for cell in cells],
+            [cell.relative(quantity) for cell in cells],
+            [floor(cell, quantity) for cell in cells],
+            method,
+            number,
         )
-        if not points:
-            continue
-        h, errors, usable = (np.array(column) for column in zip(*points, strict=True))
-        colour = _COLOURS[number % len(_COLOURS)]
-        marker = _MARKERS[number % len(_MARKERS)]
-        dashes = _DASHES[number % len(_DASHES)]
-        axes.plot(h, errors, color=colour, linestyle=dashes, linewidth=1)
-        for chosen, face in ((usable, colour), (~usable, "white")):
-            axes.plot(
-                h[chosen], errors[chosen], marker, color=colour, markerfacecolor=face, markersize=5
-            )
-        # An empty line carries line and marker together into the legend.
-        axes.plot([], [], color=colour, linestyle=dashes, marker=marker, label=method)
         expected = expected_order(method, quantity)
-        if expected and not expected.exact and expected.order > 0 and usable.any():
-            coarsest = int(np.flatnonzero(usable)[-1])
-            triangles[expected.order] = (h[coarsest], errors[coarsest])
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+        if place and expected and not expected.exact and expected.order > 0:
+            triangles[expected.order] = place
     axes.grid(True, which="major", color="0.9", linewidth=0.5)
     axes.set_axisbelow(True)
     for order, (right, top) in triangles.items():
-        _slope_triangle(axes, order, right, top)
+        slope_triangle(axes, order, right, top)
 
 
-def _slope_triangle(axes: Axes, order: float, right: float, top: float) -> None:
-    """Draw a triangle of slope `order` just under a curve's coarsest point."""
+def slope_triangle(axes: Axes, order: float, right: float, top: float) -> None:
+    """Draw a triangle of slope `order` just under a line's point (right, top)."""
     left, high = right / 2, top / 3
     low = high / 2**order
     axes.plot([left, right, right, left], [low, low, high, low], color="0.5", linewidth=0.7)

@@ -69,6 +69,8 @@ class Record:
         What the errors are measured against.
     reference_error, reference_adjoint_error : float, optional
         Estimated relative errors of the reference gradient and of the reference lambda(t).
+    seconds : float, optional
+        Wall time of the whole cell, compilation included.
     versions : dict of str to str
         contadj, Python and the framework's libraries.
     platform, device_description : str
@@ -110,6 +112,7 @@ class Record:
     reference: str = ""
     reference_error: float | None = None
     reference_adjoint_error: float | None = None
+    seconds: float | None = None
     versions: dict[str, str] = field(default_factory=dict)
     platform: str = ""
     device_description: str = ""
@@ -134,8 +137,83 @@ class Record:
         return getattr(self, f"{quantity}_relative")
 
 
-_FIELDS = {f.name for f in fields(Record)}
-_REQUIRED = {*KEY, "digest", "status"}
+@dataclass(frozen=True, kw_only=True)
+class CellRecord:
+    """What one cell of a study of `contadj.studies` gave.
+
+    Parameters
+    ----------
+    study : str
+        The module of `contadj.studies`.
+    cell : dict of str to str, int, float or bool
+        The cell's place on the axes of the study.
+    digest : str
+        Of the code that the study's numbers come from.
+    status : str
+        "ok", "diverged" (a value is not finite) or "failed".
+    message : str
+        Why the cell is not "ok"; one line.
+    values : dict
+        What was measured: numbers, texts, lists of them; None where a value does not exist or is
+        not finite.
+    seconds : float, optional
+        Wall time of the whole cell, compilation included.
+    versions : dict of str to str
+        contadj, Python and the libraries that the numbers depend on.
+    platform : str
+        Operating system and processor.
+    time : str
+        UTC, ISO 8601.
+    """
+
+    study: str
+    cell: dict[str, Any]
+    digest: str
+    status: str
+    message: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    seconds: float | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    platform: str = ""
+    time: str = ""
+
+    def __post_init__(self) -> None:
+        if self.status not in STATUSES:
+            raise ValueError(f"`status` must be one of {', '.join(STATUSES)}; got {self.status!r}")
+        object.__setattr__(self, "cell", _plain(self.cell))
+        object.__setattr__(self, "values", _plain(self.values))
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What makes the cell unique: its place and the digest of what was computed."""
+        return (self.study, json.dumps(self.cell, sort_keys=True), self.digest)
+
+    def __getitem__(self, name: str) -> Any:
+        """An axis of the cell or a value of it."""
+        return self.cell[name] if name in self.cell else self.values[name]
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it: no arrays, None for what is not finite."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is not None and not isinstance(value, str | int | float | bool):
+        raise TypeError(f"a record holds numbers, texts and lists of them, got {value!r}")
+    return value
+
+
+AnyRecord = Record | CellRecord
+_FIELDS = {kind: {f.name for f in fields(kind)} for kind in (Record, CellRecord)}
+_REQUIRED = {
+    Record: {*KEY, "digest", "status"},
+    CellRecord: {"study", "cell", "digest", "status"},
+}
 
 
 class RecordFile:
@@ -182,7 +260,7 @@ class RecordFile:
         if complete < len(content):
             self._file.truncate(complete)
 
-    def append(self, record: Record) -> None:
+    def append(self, record: AnyRecord) -> None:
         """Write a record; it is on the disk when this returns, or the file is as it was."""
         line = json.dumps(asdict(record), allow_nan=False, ensure_ascii=False) + "\n"
         rest = line.encode()
@@ -207,8 +285,8 @@ class RecordFile:
         self.close()
 
 
-def read_records(path: str | Path) -> list[Record]:
-    """Read a file of records.
+def read_records(path: str | Path) -> list[Any]:
+    """Read a file of records, each a `Record` or a `CellRecord`.
 
     A torn last line is left out. A cell that failed and was computed again appears once, as it was
     last.
@@ -224,7 +302,7 @@ def read_records(path: str | Path) -> list[Record]:
         If a line is no record, or a cell appears twice; the message names file and line.
     """
     path = Path(path)
-    records: dict[tuple[Any, ...], Record] = {}
+    records: dict[tuple[Any, ...], Any] = {}
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         if not line.endswith(b"\n"):
             break
@@ -245,18 +323,29 @@ def read_records(path: str | Path) -> list[Record]:
     return list(records.values())
 
 
-def _record(values: Any) -> Record:
+def _record(values: Any) -> Any:
     if not isinstance(values, dict):
         raise TypeError("not a JSON object")
-    if missing := _REQUIRED - values.keys():
+    kind = CellRecord if "study" in values else Record
+    if missing := _REQUIRED[kind] - values.keys():
         raise ValueError(f"without {', '.join(sorted(missing))}")
-    if unknown := values.keys() - _FIELDS:
+    if unknown := values.keys() - _FIELDS[kind]:
         raise ValueError(f"with unknown {', '.join(sorted(unknown))}")
-    return Record(**values)
+    return kind(**values)
 
 
-def to_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Return the records as a table, one row each, one column per field of `Record`."""
+def to_frame(records: Iterable[Any]) -> pd.DataFrame:
+    """Return the records as a table, one row each.
+
+    A `Record` gives one column per field; a `CellRecord` one per axis and value of its study,
+    beside `study`, `status`, `message` and `seconds`.
+    """
+    records = list(records)
+    if any(isinstance(record, CellRecord) for record in records):
+        beside = ("study", "status", "message", "seconds")
+        return pd.DataFrame(
+            [{**r.cell, **{name: getattr(r, name) for name in beside}, **r.values} for r in records]
+        )
     return pd.DataFrame(
         [asdict(record) for record in records], columns=[f.name for f in fields(Record)]
     )

@@ -14,7 +14,7 @@ ORPHAN = """
 import os, time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from contadj.backends import prepare_worker
+from contadj.workers import prepare_worker
 
 if __name__ == "__main__":
     pool = ProcessPoolExecutor(1, get_context("spawn"), prepare_worker, (3,))

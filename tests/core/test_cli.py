@@ -147,12 +147,20 @@ def test_options_of_a_built_in_problem_are_spelt_one_way(capsys):
 
 def test_changing_the_file_of_a_problem_computes_its_cells_again(own):
     run(f"{own}:problem", "--method", "rk4", "--steps", "8")
-    own.write_text(OWN + "\n# changed\n")
+    own.write_text(OWN + "\nCHANGED = True\n")
     backends.load_problem.cache_clear()
     fake_backend.CALLS.clear()
     run(f"{own}:problem", "--method", "rk4", "--steps", "8")
     assert fake_backend.CALLS[1:] == [("DirectAdjoint", 8), ("BacksolveAdjoint", 8)]
     assert len({record.digest for record in read_records("out/records.jsonl")}) == 2
+
+
+def test_a_comment_in_the_file_of_a_problem_computes_nothing_again(own):
+    run(f"{own}:problem", "--method", "rk4", "--steps", "8")
+    own.write_text("# a comment\n" + OWN)
+    backends.load_problem.cache_clear()
+    run(f"{own}:problem", "--method", "rk4", "--steps", "8")
+    assert len(read_records("out/records.jsonl")) == 1
 
 
 def test_a_problem_that_cannot_take_a_step_is_an_error_before_the_study(capsys, monkeypatch):
