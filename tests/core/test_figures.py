@@ -72,9 +72,9 @@ def test_figures_are_drawn_without_a_framework(tmp_path):
 
 
 def test_a_figure_that_is_not_there_is_an_error_that_lists_those_that_are(tmp_path):
-    with pytest.raises(ValueError, match="`figure` must be one of .*; got 'nothing'"):
+    with pytest.raises(ValueError, match=r"`figure` must be one of .*; got 'nothing'"):
         Script("nothing", ROOT)
     (tmp_path / "paper_figures").mkdir()
     (tmp_path / "paper_figures" / "one.py").write_text('"""One."""\nRECORDS = ("one",)\n')
-    with pytest.raises(ValueError, match="figure one needs .*one.jsonl, which is not there"):
+    with pytest.raises(ValueError, match=r"figure one needs .*one.jsonl, which is not there"):
         Script("one", tmp_path)
