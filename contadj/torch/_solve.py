@@ -23,7 +23,8 @@ from ._field import Probe, StateLayout, VectorField, graph_leaves, inside_transf
 from ._implicit import stepper
 from ._mesh import Mesh, Times
 from ._options import parse_options
-from ._steps import StepControl, host_time, time_like
+from ._samples import find_sample_mesh, on_samples
+from ._steps import RungeKutta, StepControl, host_time, real_dtype, time_like
 from ._transforms import TransformedBacksolve, transformable
 from .adjoints import (
     Adjoint,
@@ -173,8 +174,9 @@ def solve(
         Name of a method, "dopri5" by default.
     options : mapping
         A fixed mesh: `num_steps` (per interval of t), `step_size` or `mesh` (the step times).
-        Adaptive: `first_step`, `max_num_steps`, `norm` ("batch", "sample" or a callable),
-        `min_step`, `max_step`, `step_t`, `jump_t`, `safety`, `ifactor`, `dfactor`.
+        Adaptive: `first_step`, `max_num_steps`, `norm` ("batch", "sample": step sizes of its own
+        for each sample of the first axis, each ending a step on every observation time; or a
+        callable), `min_step`, `max_step`, `step_t`, `jump_t`, `safety`, `ifactor`, `dfactor`.
         An implicit method: `newton_rtol` (error left in a stage relative to the state's size;
         rounding by default), `max_newton_iterations`, `batch_dims` (number of leading axes of the
         state that count independent systems, each solved with a matrix of its own; 0 by default).
@@ -227,7 +229,7 @@ def solve(
             f"`adjoint` must be an adjoint such as CheckpointAdjoint(), got {adjoint!r}"
         )
     _refuse_callbacks(func)
-    stats = SolveStats()
+    stats, found = SolveStats(), 0
     _record(stats)
     drive = None if control is None else Drive(control, times)
     f = VectorField(func, layout, drive)
@@ -252,7 +254,17 @@ def solve(
         mesh = parse_options(method, options, times, step_control)
         if isinstance(mesh, StepControl):
             _check_reachable(tolerances, y)
-        if drive is not None and isinstance(mesh, Mesh):
+            if mesh.norm == "sample":
+                _refuse_for_samples(t, y, method, running_cost, control, compile)
+                samples = find_sample_mesh(
+                    func, layout, RungeKutta(get_tableau(method)), mesh, times, y, stats
+                )
+                mesh, drive = samples.mesh, samples.drive(y)
+                f = VectorField(on_samples(func), layout, drive)
+                observed = None if observed is None else _at_times(observed, times)
+                times, found = samples.ends, samples.evaluations
+                f.enter_beside(0.0, 1.0)
+        if control is not None and drive is not None and isinstance(mesh, Mesh):
             mesh = drive.on_knots(mesh, "mesh" in (options or {}))
         integration = Integration(
             f, stepper(get_tableau(method), options, layout), mesh, times, cost, observed, stats
@@ -279,9 +291,33 @@ def solve(
             outputs = adjoint.solve(integration, y, t, needed)
         if not transformed:
             _check_finite(integration, y, outputs)
+    stats.f_evaluations_forward += found
     ys, total, value = outputs
     states = None if ys is None else layout.unflatten(ys, (len(times),))
     return Solution(t, states, total, value, stats)
+
+
+def _refuse_for_samples(
+    t: Tensor, y: Tensor, method: str, running_cost: Any, control: Any, compile: bool
+) -> None:
+    """Raise for what step sizes of the samples' own do not serve."""
+    reasons = {
+        "an implicit `method`": not get_tableau(method).explicit,
+        "a `running_cost`": running_cost is not None,
+        "a `control`": control is not None,
+        "`compile`": compile,
+        "a gradient with respect to `t`": t.requires_grad and torch.is_grad_enabled(),
+        f"a state in {y.dtype}": real_dtype(y) not in (torch.float32, torch.float64),
+        "torch.func transforms": inside_transform(),
+    }
+    for what, asked in reasons.items():
+        if asked:
+            raise ValueError(f"`norm` = 'sample' does not serve {what}: use norm='batch'")
+
+
+def _at_times(loss: Callable[..., Tensor], times: Times) -> Callable[..., Tensor]:
+    """The loss, told the time of an observation where it is given a number of steps."""
+    return lambda i, s, y: loss(i, time_like(float(times[i]), y), y)
 
 
 def _check_reachable(tolerances: Mapping[str, float | Tensor], y: Tensor) -> None:

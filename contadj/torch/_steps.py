@@ -318,9 +318,6 @@ class StepControl:
     def _norm(self, scaled: Tensor) -> Tensor:
         if callable(self.norm):
             return self.norm(scaled)
-        if self.norm == "sample" and scaled.ndim > 1:
-            rows = torch.linalg.vector_norm(scaled.flatten(1), dim=1)
-            return rows.max() / max(scaled[0].numel(), 1) ** 0.5 if len(rows) else rows.sum()
         return torch.linalg.vector_norm(scaled) / max(scaled.numel(), 1) ** 0.5
 
 

@@ -73,6 +73,11 @@ class ReverseOptions:
         defaults = replace(defaults, step_t=(), jump_t=(), **tolerances)
         times = integration.times[::-1].copy()
         mesh = parse_options(method.tableau.name, self.options, times, defaults)
+        if isinstance(mesh, StepControl) and mesh.norm == "sample":
+            raise ValueError(
+                "`options` of an adjoint take norm 'batch' or a callable: with norm='sample' in "
+                "those of the solve the reverse one takes each sample's own steps"
+            )
         if isinstance(mesh, Mesh) and drive is not None:
             mesh = drive.on_knots(mesh, "mesh" in (self.options or {}))
         return method, mesh
