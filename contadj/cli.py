@@ -29,13 +29,12 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from . import __version__, backends, figures
+from . import __version__, backends, figures, studies
 from .config import Settings, Study, load_study
 from .convergence import OrderRow, Series, WorkerDiedError, order_rows, run_study
 from .plotting import convergence_figure
 from .problems import BUILT_IN, GradientProblem
 from .results import CellRecord, Record, RecordFile
-from .studies import load_module
 from .studies._run import StudyCells
 from .tableaus import TABLEAUS
 from .workers import open_executor
@@ -392,7 +391,7 @@ def _print_summary(console: Console, cells: list[Record], rows: list[OrderRow]) 
 
 def _print_findings(console: Console, name: str, cells: list[CellRecord]) -> None:
     console.print()
-    for finding in load_module(name).findings(cells):
+    for finding in studies.load_module(name).findings(cells):
         console.print(f"- {finding}", markup=False)
     for cell in cells:
         if cell.status != "ok":
@@ -484,7 +483,7 @@ def _recompute(
 
 @app.command("list")
 def list_everything() -> None:
-    """List problems, methods, adjoints, backends and the study files of this directory."""
+    """List backends, problems, adjoints, methods, studies and the configs of this directory."""
     console = _console()
     here = backends.installed()
     engines: dict[str, tuple[str, ...]] = {}
@@ -508,9 +507,20 @@ def list_everything() -> None:
         console.print(f"  {adjoint}  {', '.join(frameworks)}")
     console.print("\nmethods", style="bold")
     console.print(_method_table(engines))
-    console.print("\nstudy files", style="bold")
-    for path in sorted(Path("experiments").glob("*.toml")):
-        console.print(f"  {path}")
+    console.print("\nstudies beyond a grid of step sizes", style="bold")
+    for name in studies.names():
+        question = (studies.load_module(name).__doc__ or "").strip().partition("\n")[0]
+        console.print(f"  {name}: {question}", soft_wrap=True, markup=False)
+    console.print("\nconfigs", style="bold")
+    for path in sorted(figures.CONFIGS.glob("*.toml")):
+        console.print(f"  {path}: {_first_comment(path)}", soft_wrap=True, markup=False)
+
+
+def _first_comment(path: Path) -> str:
+    """What a config says of itself: its first comment beside the command."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comments = (line.removeprefix("#").strip() for line in lines if line.startswith("#"))
+    return next((line for line in comments if not line.startswith("contadj ")), "")
 
 
 def _method_table(engines: dict[str, tuple[str, ...]]) -> Table:

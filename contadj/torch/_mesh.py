@@ -82,12 +82,20 @@ def constant_steps(t: Times, step_size: float) -> Mesh:
     )
     times = t[0] + np.sign(span) * step_size * np.arange(count + 1)
     times[-1] = t[-1]
-    # An observation that equals a step time up to rounding is one.
-    for time in t[1:-1]:
-        nearest = int(np.argmin(np.abs(times - time)))
-        if abs(times[nearest] - time) < 1e-9 * step_size:
-            times[nearest] = time
+    _snap(times, t)
     return Mesh(times, shifts=True)
+
+
+def _snap(times: Times, t: Times) -> None:
+    """An observation that equals a step time up to rounding is one."""
+    sign, inner = np.sign(t[-1] - t[0]), t[1:-1]
+    right = np.clip(np.searchsorted(sign * times, sign * inner), 1, len(times) - 1)
+    gap = np.abs(times[right] - times[right - 1])
+    nearest = np.where(
+        np.abs(times[right] - inner) < np.abs(times[right - 1] - inner), right, right - 1
+    )
+    same = np.abs(times[nearest] - inner) < 1e-9 * gap
+    times[nearest[same]] = inner[same]
 
 
 def given_steps(t: Times, mesh: ArrayLike) -> Mesh:
@@ -103,4 +111,5 @@ def given_steps(t: Times, mesh: ArrayLike) -> Mesh:
             f"{times[-1]}"
         )
     times[0], times[-1] = t[0], t[-1]
+    _snap(times, t)
     return Mesh(times)

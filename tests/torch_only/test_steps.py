@@ -8,7 +8,7 @@ import torch
 from scipy.integrate import solve_ivp
 
 from contadj.tableaus import TABLEAUS
-from contadj.torch import _torchdiffeq, odeint
+from contadj.torch import _torchdiffeq, odeint, solve
 from contadj.torch._steps import RungeKutta
 
 EXPLICIT = [name for name, tableau in TABLEAUS.items() if tableau.explicit]
@@ -160,3 +160,24 @@ def test_a_step_agrees_with_torchdiffeqs_where_it_has_the_method(method):
 def test_an_implicit_tableau_makes_no_explicit_step():
     with pytest.raises(ValueError, match="`method` must be explicit here, got the implicit"):
         RungeKutta(TABLEAUS["gl4"])
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("kind", ["step_size", "mesh"])
+def test_an_observation_one_rounding_away_from_a_step_time_is_that_step(kind, reverse):
+    # 3 * 0.1 is 0.30000000000000004: neither a step of 4e-17 nor an interpolation in between.
+    t, step_times = torch.tensor([0.0, 0.3, 1.0]).double(), [n * 0.1 for n in range(10)] + [1.0]
+    if reverse:
+        t, step_times = t.flip(0), step_times[::-1]
+    options = {"step_size": 0.1} if kind == "step_size" else {"mesh": step_times}
+    calls = []
+
+    def f(t, y):
+        calls.append(float(t))
+        return -y
+
+    y0 = torch.ones(1, dtype=torch.float64)
+    solution = solve(f, y0, t, method="midpoint", options=options)
+    assert len(calls) == 2 * 10 and solution.stats.steps_accepted == 10
+    factor = 1 - 0.1 + 0.005 if not reverse else 1 + 0.1 + 0.005
+    torch.testing.assert_close(solution.ys[1], y0 * factor ** (7 if reverse else 3))
