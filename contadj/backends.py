@@ -276,6 +276,13 @@ def plan(study: Study) -> tuple[list[Series], dict[tuple[str, str], GradientProb
                 f"`method` must be one of {', '.join(every)}; got {name!r}{closest(name, every)}"
             )
     wanted = study.methods or DEFAULT_METHODS
+    known = tuple(dict.fromkeys((*every, *TABLEAUS)))
+    for name in study.steps_of_method:
+        if name not in known:
+            raise ValueError(
+                f"`steps_of_method` must name methods, of {', '.join(known)}; got {name!r}"
+                f"{closest(name, known)}"
+            )
     notes = [
         f"engine {engine} has no method {name}: left out"
         for name in study.methods or ()
@@ -299,7 +306,7 @@ def plan(study: Study) -> tuple[list[Series], dict[tuple[str, str], GradientProb
             method=method,
             dtype=study.dtype,
             device=study.device,
-            steps=steps_of.get(spec, study.steps),
+            steps=steps_of.get(spec) or study.steps_of_method.get(method, study.steps),
             digest=definition_digest(spec, problem, method),
             reference_engine=_reference_engine(framework),
             versions=versions[framework],

@@ -55,6 +55,8 @@ class Study(Settings):
         Numbers of steps between neighbouring breakpoints of a problem.
     steps_of : dict of str to tuple of int
         Other numbers of steps for the problems named.
+    steps_of_method : dict of str to tuple of int
+        Other numbers of steps for the methods named, on problems that `steps_of` does not name.
     dtype : str
         "float64" or "float32".
     device : str
@@ -69,6 +71,7 @@ class Study(Settings):
     methods: Names | None = None
     steps: Steps = (8, 16, 32, 64, 128)
     steps_of: dict[str, Steps] = {}
+    steps_of_method: dict[str, Steps] = {}
     dtype: Literal["float64", "float32"] = "float64"
     device: str = "cpu"
 
@@ -77,7 +80,7 @@ class Study(Settings):
     def _increasing(cls, steps: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sorted(set(steps)))
 
-    @field_validator("steps_of")
+    @field_validator("steps_of", "steps_of_method")
     @classmethod
     def _each_increasing(cls, steps_of: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         return {name: tuple(sorted(set(steps))) for name, steps in steps_of.items()}

@@ -195,6 +195,26 @@ def test_a_problem_can_have_steps_of_its_own(tmp_path):
     assert steps == [("lin", 8), ("pend", 2), ("pend", 4)]
 
 
+def test_a_method_can_have_steps_of_its_own_where_the_problem_has_none(tmp_path):
+    (tmp_path / "study.toml").write_text(
+        'problems = ["lin", "pend"]\nmethods = ["rk4", "heun2"]\nsteps = [8]\n'
+        "[steps_of]\npend = [2]\n[steps_of_method]\nrk4 = [5, 3]\neuler = [1]\n"
+    )
+    assert run("--config", "study.toml") == 0
+    steps = {(r.problem, r.method, r.num_steps) for r in read_records("out/records.jsonl")}
+    assert steps == {
+        ("lin", "rk4", 3), ("lin", "rk4", 5), ("lin", "heun2", 8), ("pend", "rk4", 2),
+        ("pend", "heun2", 2),
+    }  # fmt: skip
+
+
+def test_steps_of_an_unknown_method_are_refused(capsys, tmp_path):
+    (tmp_path / "study.toml").write_text('problems = ["lin"]\n[steps_of_method]\nrk5 = [5]\n')
+    assert run("--config", "study.toml") == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "`steps_of_method` must name methods" in message and "did you mean 'rk4'" in message
+
+
 def test_a_config_file_is_run_and_options_replace_its_settings(capsys, tmp_path):
     (tmp_path / "study.toml").write_text(
         'problems = ["lin"]\nmethods = ["rk4"]\nsteps = [8, 16, 32]\nout = "there"\n'

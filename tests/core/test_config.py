@@ -13,6 +13,7 @@ device = "cuda:1"
 out = "there"
 jobs = 2
 steps_of = { one = [4, 2] }
+steps_of_method = { rk4 = [9, 3] }
 quick = { steps = [4] }
 """
 
@@ -32,7 +33,7 @@ def test_a_file_sets_every_field_and_steps_are_sorted(file):
     assert study.problems == ("one", "two") and study.backends == ("torch",)
     assert study.steps == (8, 32) and study.jobs == 2 and str(study.out) == "there"
     assert study.dtype == "float32" and study.device == "cuda:1"
-    assert study.steps_of == {"one": (2, 4)}
+    assert study.steps_of == {"one": (2, 4)} and study.steps_of_method == {"rk4": (3, 9)}
 
 
 def test_the_full_file_of_this_test_has_every_field():
