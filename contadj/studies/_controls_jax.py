@@ -47,7 +47,8 @@ def _gradient(tableau: Tableau, h, controls):
         def residual(slopes, z, u):
             return slopes - _field(z[:, None] + h * (a @ slopes), u)
 
-        return implicit_step(residual, _field(z[:, None], u), z, u)
+        guess = _field(jnp.repeat(z[:, None], tableau.stages, 1), u)
+        return implicit_step(residual, guess, z, u)
 
     slopes = explicit_slopes if tableau.explicit else implicit_slopes
 

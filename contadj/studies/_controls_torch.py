@@ -43,7 +43,8 @@ def sweep(tableau: Tableau, h: float, controls: Array) -> tuple[Array, Array]:
         def residual(slopes: Tensor, z: Tensor, u: Tensor) -> Tensor:
             return slopes - _field(z[:, None] + h * (a @ slopes), u)
 
-        return implicit_step(residual, _field(z[:, None], u), z, u, batch_dims=1)
+        guess = _field(z[:, None].expand(-1, tableau.stages, -1), u)
+        return implicit_step(residual, guess, z, u, batch_dims=1)
 
     slopes = explicit_slopes if tableau.explicit else implicit_slopes
 

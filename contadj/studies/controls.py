@@ -83,7 +83,7 @@ class Settings(Base):
     )  # fmt: skip
     steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (8, 16, 32, 64)
     traced: tuple[str, ...] = ("midpoint", "rk4_classic")
-    traced_steps: tuple[Annotated[int, Field(ge=1)], ...] = (12, 24)
+    traced_steps: tuple[Annotated[int, Field(ge=1)], ...] = (16, 64)
 
     @field_validator("methods", "traced")
     @classmethod
@@ -305,7 +305,8 @@ def line(records: Sequence[Any], quantity: str) -> tuple[list[float], list[float
 
 def findings(records: Sequence[Any]) -> list[str]:
     """How many orders are as expected, which are not, and how far dJ/du saws."""
-    found, right, total, undefined = [], 0, 0, set()
+    found: list[str] = []
+    right, total, undefined = 0, 0, set()
     for (backend, method), ones in series(records).items():
         for quantity in quantities(method):
             if quantity.startswith("unweighted"):
@@ -323,15 +324,25 @@ def findings(records: Sequence[Any]) -> list[str]:
         found.append(
             f"no quotient is formed where the weight is zero: {', '.join(sorted(undefined))}"
         )
+    for one in finest_traces(records):
+        low, high = saw(one)
+        found.append(
+            f"{one['backend']} {one['method']}, {one['num_steps']} steps: dJ/du per spacing saws "
+            f"between {low:.2f} and {high:.2f} of H_u; its weights lie between "
+            f"{min(one['weight'][1:-1]):.2f} and {max(one['weight']):.2f}"
+        )
+    return found
+
+
+def finest_traces(records: Sequence[Any]) -> list[Any]:
+    """The trace of each (backend, method) on the most steps."""
+    found: dict[tuple[str, str], Any] = {}
     for one in records:
         if one["part"] == "trace" and one.status == "ok":
-            low, high = saw(one)
-            found.append(
-                f"{one['backend']} {one['method']}, {one['num_steps']} steps: dJ/du per spacing "
-                f"saws between {low:.2f} and {high:.2f} of H_u; its weights are between "
-                f"{min(one['weight'][1:-1]):.2f} and {max(one['weight']):.2f}"
-            )
-    return found
+            before = found.setdefault((one["backend"], one["method"]), one)
+            if one["num_steps"] > before["num_steps"]:
+                found[one["backend"], one["method"]] = one
+    return list(found.values())
 
 
 def saw(record: Any) -> tuple[float, float]:
