@@ -1,0 +1,227 @@
+"""Memory and work: bytes against the number of steps, and error against seconds and bytes.
+
+A neural ODE, y' = W2 tanh(W1 y + b1) + b2 on 256 samples of 4 numbers with 16 hidden units, in
+float64, L = sum y(T)^2 / 512; its gradient in the 148 parameters by every adjoint of contadj and by
+those of torchdiffeq, torchode and Diffrax.
+
+On a fixed mesh of N steps of heun2, with |y| = 8 KiB the size of the state, the peak of live bytes
+is expected to grow as the design of each adjoint says (`GROWTH`):
+
+- "constant": rebuilt states (backsolve, reversible), forward mode, or a fixed number of snapshots.
+  What may grow are step times, 8 bytes a step.
+- "states": at least one state a step and no activations, N |y|.
+- "root": Diffrax's recursive checkpointing keeps the smallest c with (c + 1)(c + 2) / 2 >= N
+  states, about sqrt(2 N) (Stumm & Walther 2010, doi:10.1137/080742439; Diffrax's default).
+- "activations": two evaluations a step, and each keeps tanh's output, four states, and its own
+  input: at least 8 |y| a step.
+
+The order of the bytes in 1/N is then 0, -1, -1/2 and -1; states and activations differ by bytes a
+step. For the torch backend bytes are those of `contadj.torch.peak_live_bytes`, for JAX those that
+XLA gives the compiled gradient beside its inputs and outputs.
+
+Adaptive solves by dopri5 at several tolerances give error against seconds; a fixed mesh gives error
+against bytes. Seconds are the median of repeated gradients, one thread, compilation left out. An
+error is held against the adjoint ODE, its vector-Jacobian products written by hand and solved by
+SciPy's DOP853 at 1e-12.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field, field_validator
+from scipy.integrate import solve_ivp
+
+from ..config import Settings as BaseSettings
+from ..config import Steps
+from ..orders import ExpectedOrder
+from ..problems._problem import Array
+
+SOURCES = ()
+BATCH, DIM, HIDDEN, T1 = 256, 4, 16, 2.0
+STATE_BYTES = 8 * BATCH * DIM
+SNAPSHOTS = 16
+ORDERS = {"constant": 0.0, "states": -1.0, "root": -0.5, "activations": -1.0}
+GROWTH = {
+    "contadj.torch.DirectAdjoint": "activations",
+    "contadj.torch.CheckpointAdjoint": "states",
+    f"contadj.torch.CheckpointAdjoint({SNAPSHOTS})": "constant",
+    "contadj.torch.ReversibleAdjoint": "constant",
+    "contadj.torch.BacksolveAdjoint": "constant",
+    "contadj.torch.InterpolatingAdjoint": "states",
+    "contadj.torch.GaussAdjoint": "states",
+    "contadj.torch.ForwardSensitivity": "constant",
+    "torchdiffeq.odeint": "activations",
+    "torchdiffeq.odeint_adjoint": "constant",
+    "torchode.AutoDiffAdjoint": "activations",
+    "torchode.BacksolveAdjoint": "constant",
+    "torchode.JointBacksolveAdjoint": "constant",
+    "contadj.jax.DirectAdjoint": "activations",
+    "contadj.jax.CheckpointAdjoint": "states",
+    f"contadj.jax.CheckpointAdjoint({SNAPSHOTS})": "constant",
+    "contadj.jax.ReversibleAdjoint": "constant",
+    "contadj.jax.BacksolveAdjoint": "constant",
+    "contadj.jax.InterpolatingAdjoint": "states",
+    "contadj.jax.GaussAdjoint": "states",
+    "contadj.jax.ForwardSensitivity": "constant",
+    "diffrax.RecursiveCheckpointAdjoint": "root",
+    "diffrax.BacksolveAdjoint": "constant",
+}
+ADJOINTS = tuple(GROWTH)
+# Room for steps of an adaptive solve in JAX, where buffers have a fixed size.
+MAX_STEPS = 256
+
+
+class Settings(BaseSettings):
+    """What the study of memory and work covers.
+
+    Parameters
+    ----------
+    adjoints : tuple of str
+        Of `ADJOINTS`, the module or library in front, the number of snapshots behind.
+    steps : tuple of int
+        Numbers of steps of the fixed mesh.
+    longest_of : dict of str to int
+        The largest number of steps of the adjoints named, which are slow.
+    tolerances : tuple of float
+        rtol = atol of the adaptive solves.
+    repeats : int
+        Gradients that are timed; fewer where they take more than a second in all.
+    """
+
+    adjoints: Annotated[tuple[str, ...], Field(min_length=1)] = ADJOINTS
+    steps: Steps = (16, 64, 256, 1024)
+    longest_of: dict[str, int] = Field(default={})
+    tolerances: tuple[float, ...] = (1e-3, 1e-5, 1e-7, 1e-9)
+    repeats: Annotated[int, Field(ge=1)] = 5
+
+    @field_validator("adjoints")
+    @classmethod
+    def _known(cls, adjoints: tuple[str, ...]) -> tuple[str, ...]:
+        for one in adjoints:
+            if one not in ADJOINTS:
+                raise ValueError(f"must be of {', '.join(ADJOINTS)}")
+        return adjoints
+
+
+def cells(settings: Settings) -> list[list[dict[str, Any]]]:
+    """Return two groups per adjoint: on fixed meshes of N steps, and at tolerances."""
+    groups = []
+    for adjoint in settings.adjoints:
+        place = {"adjoint": adjoint, "repeats": settings.repeats}
+        longest = settings.longest_of.get(adjoint, max(settings.steps))
+        steps = [n for n in sorted(settings.steps) if n <= longest]
+        groups.append([place | {"mesh": "fixed", "num_steps": n} for n in steps])
+        groups.append([place | {"mesh": "adaptive", "tolerance": x} for x in settings.tolerances])
+    return groups
+
+
+def framework(adjoint: str) -> str:
+    """Return "torch" or "jax", the framework that an adjoint is of."""
+    return "jax" if adjoint.startswith(("contadj.jax.", "diffrax.")) else "torch"
+
+
+def measure(cell: dict[str, Any]) -> dict[str, Any]:
+    """Return bytes, seconds and error of one gradient."""
+    if framework(cell["adjoint"]) == "torch":
+        from ._work_torch import prepare
+    else:
+        from ._work_jax import prepare
+    gradient, count_bytes = prepare(cell["adjoint"], cell.get("num_steps"), cell.get("tolerance"))
+    result = gradient()  # also a warm-up
+    if not np.all(np.isfinite(result)):
+        raise FloatingPointError("the gradient is not finite")
+    seconds: list[float] = []
+    while len(seconds) < cell["repeats"] and sum(seconds) < 1.0:
+        start = perf_counter()
+        gradient()
+        seconds.append(perf_counter() - start)
+    exact = reference()
+    return {
+        "bytes": count_bytes(),
+        "gradient_seconds": median(seconds),
+        "error": np.linalg.norm(result - exact) / np.linalg.norm(exact),
+    }
+
+
+def data() -> tuple[Array, dict[str, Array]]:
+    """Return y0 and the parameters, by name in the order of the gradient."""
+    rng = np.random.default_rng(0)
+    params = {
+        "W1": rng.normal(size=(DIM, HIDDEN)),
+        "W2": rng.normal(size=(HIDDEN, DIM)) / HIDDEN**0.5,
+        "b1": rng.normal(size=HIDDEN),
+        "b2": rng.normal(size=DIM) / 4,
+    }
+    return rng.normal(size=(BATCH, DIM)), params
+
+
+@lru_cache(maxsize=1)
+def reference() -> Array:
+    """Return the gradient in the parameters, flat, W1, W2, b1, b2."""
+    y0, p = data()
+    size = y0.size
+
+    def field(t: float, y: Array) -> Array:
+        return (np.tanh(y.reshape(y0.shape) @ p["W1"] + p["b1"]) @ p["W2"] + p["b2"]).ravel()
+
+    how: dict[str, Any] = dict(method="DOP853", rtol=1e-12, atol=1e-13)
+    y1 = solve_ivp(field, (0.0, T1), y0.ravel(), **how).y[:, -1]
+
+    def backward(s: float, z: Array) -> Array:
+        """(y, lambda, theta_bar) in s = T - t."""
+        y, adjoint = z[:size].reshape(y0.shape), z[size : 2 * size].reshape(y0.shape)
+        a = np.tanh(y @ p["W1"] + p["b1"])
+        pulled = (adjoint @ p["W2"].T) * (1 - a**2)
+        return np.concatenate([
+            -(a @ p["W2"] + p["b2"]).ravel(),
+            (pulled @ p["W1"].T).ravel(),
+            (y.T @ pulled).ravel(),
+            (a.T @ adjoint).ravel(),
+            pulled.sum(0),
+            adjoint.sum(0),
+        ])  # fmt: skip
+
+    count = sum(value.size for value in p.values())
+    start = np.concatenate([y1, y1 / BATCH, np.zeros(count)])
+    return solve_ivp(backward, (0.0, T1), start, **how).y[2 * size :, -1]
+
+
+def expected_order(adjoint: str) -> ExpectedOrder:
+    """Return the order of the bytes in 1/N."""
+    growth = GROWTH[adjoint]
+    # What does not grow is still there at N = 256.
+    return ExpectedOrder(ORDERS[growth], 0.15, f"{growth} grow with N, see contadj.studies.work")
+
+
+def on_fixed_mesh(records: list[Any], adjoint: str) -> list[Any]:
+    """Return the records of an adjoint at N steps, N increasing."""
+    chosen = [r for r in records if r["adjoint"] == adjoint and r["mesh"] == "fixed"]
+    return sorted((r for r in chosen if r.status == "ok"), key=lambda r: r["num_steps"])
+
+
+def states_per_step(line: list[Any]) -> float:
+    """Return the bytes that a step adds, in sizes of the state, between the two longest meshes."""
+    few, many = line[-2:]
+    return (many["bytes"] - few["bytes"]) / (many["num_steps"] - few["num_steps"]) / STATE_BYTES
+
+
+def findings(records: list[Any]) -> list[str]:
+    """Return what was found, in sentences."""
+    sentences = []
+    for adjoint in dict.fromkeys(r["adjoint"] for r in records):
+        line = on_fixed_mesh(records, adjoint)
+        if len(line) < 2:
+            continue
+        few, many = line[-2:]
+        order = np.log(many["bytes"] / few["bytes"]) / np.log(many["num_steps"] / few["num_steps"])
+        sentences.append(
+            f"{adjoint}: {many['bytes'] / 2**20:.2f} MiB at {many['num_steps']} steps, growing as "
+            f"N^{order:.2f} (expected {-ORDERS[GROWTH[adjoint]] + 0.0:g}, {GROWTH[adjoint]}), "
+            f"{states_per_step(line):.2g} states a step; {many['gradient_seconds']:.3g} s"
+        )
+    return sentences
