@@ -62,11 +62,13 @@ class NetworkGradient:
         self._z0 = jnp.asarray(z0)
         self._params = jnp.asarray(inner), jnp.asarray(outer)
         self._flat = jnp.concatenate([x.reshape(-1) for x in self._params])
-        self._pass, self._whole = {
+        self._pass, whole = {
             "adjoint": (self._adjoint, self._adjoint),
             "forward": (self._tangent, self._tangents),
             "differences": (self._moved, self._differences),
         }[mode]
+        self._rollout = jax.jit(self._cost).lower(self._flat).compile()
+        self._gradient = jax.jit(whole).lower(self._flat).compile()
 
     def _step(self, t: Any, z: JaxArray, a: Any, params: Any) -> JaxArray:
         inner, outer = params
@@ -115,18 +117,13 @@ class NetworkGradient:
         moved = lax.map(lambda k: self._moved(flat, k), jnp.arange(flat.size))
         return (moved - self._cost(flat)) / NETWORK_DELTA
 
-    @cached_property
-    def _compiled(self) -> tuple[Any, Any]:
-        made = [jax.jit(call).lower(self._flat).compile() for call in (self._cost, self._whole)]
-        return made[0], made[1]
-
     def rollout(self) -> JaxArray:
         """Run it once."""
-        return self._compiled[0](self._flat).block_until_ready()
+        return self._rollout(self._flat).block_until_ready()
 
     def gradient(self) -> Array:
         """The whole gradient."""
-        return np.asarray(self._compiled[1](self._flat))
+        return np.asarray(self._gradient(self._flat))
 
     @cached_property
     def multiplications_of_a_rollout(self) -> int:
@@ -144,14 +141,15 @@ def _multiplications(jaxpr: Jaxpr) -> int:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
-            factor, product = (
-                jnp.shape(equation.invars[0].aval),
-                jnp.shape(equation.outvars[0].aval),
-            )
+            factor, product = _shape(equation.invars[0]), _shape(equation.outvars[0])
             total += math.prod(product) * math.prod(factor[i] for i in contracted)
         times = equation.params["length"] if equation.primitive.name == "scan" else 1
         total += times * sum(_multiplications(one) for one in jaxprs_in_params(equation.params))
     return total
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return variable.aval.shape
 
 
 def action_gradients(matrix: Array, saturated: bool, horizon: int) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import jvp
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..torch import rollout, rollout_adjoint
@@ -91,7 +91,11 @@ class NetworkGradient:
         return unit
 
     def _tangent(self, k: int) -> Tensor:
-        return jvp(self._cost, (self._flat,), (self._unit(k),))[1]
+        with forward_ad.dual_level():
+            cost = self._cost(forward_ad.make_dual(self._flat, self._unit(k)))
+            tangent = forward_ad.unpack_dual(cost).tangent
+        assert tangent is not None
+        return tangent
 
     def _moved(self, k: int) -> Tensor:
         return self._cost(self._flat + NETWORK_DELTA * self._unit(k))
