@@ -108,6 +108,36 @@ for _name, _method in MULTISTEP.items():
 for _quantity in ("adjoint", "adjoint_interior"):
     _EXCEPTIONS["reversible_heun", _quantity] = _REVERSIBLE_HEUN
 
+# torchdiffeq's methods that carry more than y_n from step to step: read in its 0.2.5.
+_ORDERS |= {"explicit_adams": 4, "implicit_adams": 5}
+_START = "the order grows from a start by rk4 and one formula of order {}, local error O(h^{})"
+for _quantity in ("discrete", "continuous", "gap"):
+    _EXCEPTIONS["explicit_adams", _quantity] = 4, _START.format(3, 4)
+    _EXCEPTIONS["implicit_adams", _quantity] = 5, _START.format(4, 5)
+_CARRIED = (
+    1,
+    "order 1: the slope carried into a step was not evaluated at y_n, so that with it held fixed "
+    "dy_{n+1}/dy_n lacks a term of size h",
+)
+for _quantity in ("adjoint", "adjoint_interior"):
+    for _name in ("explicit_adams", "implicit_adams"):
+        _EXCEPTIONS[_name, _quantity] = _ADAMS
+    for _name in ("adaptive_heun", "fehlberg2"):
+        _EXCEPTIONS[_name, _quantity] = _CARRIED
+
+# Diffrax's solvers, by the order that their documentation states.
+_ORDERS |= {
+    "Euler": 1, "Heun": 2, "Midpoint": 2, "Ralston": 2, "Bosh3": 3, "Tsit5": 5, "Dopri5": 5,
+    "Dopri8": 8, "ImplicitEuler": 1, "Kvaerno3": 3, "Kvaerno4": 4, "Kvaerno5": 5,
+    "ReversibleHeun": 2, "LeapfrogMidpoint": 2,
+}  # fmt: skip
+for _name, _same in (
+    ("Heun", "heun2"), ("ReversibleHeun", "reversible_heun"), ("LeapfrogMidpoint", "leapfrog"),
+):  # fmt: skip
+    for _quantity in (*QUANTITIES, *ALONG):
+        if (_same, _quantity) in _EXCEPTIONS:
+            _EXCEPTIONS[_name, _quantity] = _EXCEPTIONS[_same, _quantity]
+
 
 def expected_order(method: str, quantity: str) -> ExpectedOrder | None:
     """Return the order that theory states for a method and a quantity.
