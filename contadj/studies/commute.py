@@ -42,7 +42,6 @@ SOURCES = (
     "contadj.tableaus", "contadj.torch._multistep", "contadj.jax._multistep",
 )  # fmt: skip
 ENGINES = {"torch": "contadj", "jax": "diffrax"}
-EQUAL, SHORT = "equal steps", "a short step"
 _SHIFTED = "local errors of order p + 1, on meshes shifted by part of a step"
 
 
