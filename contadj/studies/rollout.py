@@ -114,7 +114,7 @@ class Settings(BaseSettings):
         "Adam",
         "L-BFGS",
     )
-    iterations: int = 200
+    iterations: int = 150
 
 
 def cells(settings: Settings) -> list[list[dict[str, Any]]]:
