@@ -67,7 +67,7 @@ def sweep(
         return z[:, 0].sum()
 
     start = torch.as_tensor(np.stack([height, np.full_like(height, SPEED)], 1)).requires_grad_()
-    e, g = (torch.full((len(height),), one).double() for one in (RESTITUTION, GRAVITY))
+    e, g = (torch.full((len(height),), one, dtype=torch.float64) for one in (RESTITUTION, GRAVITY))
     inputs = start, e.requires_grad_(), g.requires_grad_()
     cost, states = rollout(
         step, start, torch.arange(num_steps), (e, g), terminal_cost=terminal_cost
