@@ -56,14 +56,15 @@ SOURCES = ("contadj.torch._rollout", "contadj.jax._rollout")
 
 Array = NDArray[Any]
 
-# How what a part counts grows: the order in 1/H of the multiplications, in 1/p of the costs.
+# How what a part counts grows: the order in 1/H of the multiplications, in 1/p of the costs, which
+# are those in multiplications. Times follow them but for what a library adds to an operation.
 GROWTH = {
     "products": ExpectedOrder(-2, 0.05, "H(H-1)/2 multiplications"),
     "sweep": ExpectedOrder(-1, 0.05, "H-1 multiplications"),
-    "forward": ExpectedOrder(-1, 0.15, "one pass of state and tangent per parameter"),
-    "differences": ExpectedOrder(-1, 0.15, "one rollout per parameter, and one more"),
+    "forward": ExpectedOrder(-1, 0.01, "3 rollouts' worth per parameter"),
+    "differences": ExpectedOrder(-1, 0.01, "one rollout per parameter, and one more"),
     "adjoint": ExpectedOrder(
-        0, 0.15, "cheap gradients: Griewank & Walther 2008, doi:10.1137/1.9780898717761, chapter 4"
+        0, 0.01, "cheap gradients: Griewank & Walther 2008, doi:10.1137/1.9780898717761, chapter 4"
     ),
 }
 
