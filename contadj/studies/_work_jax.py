@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from functools import lru_cache
@@ -31,6 +32,9 @@ def _adjoint(adjoint: str) -> diffrax.AbstractAdjoint:
         return getattr(diffrax, kind)()
     if kind == f"CheckpointAdjoint({SNAPSHOTS})":
         return cj.CheckpointAdjoint(snapshots=SNAPSHOTS)
+    if kind == "BacksolveAdjoint":
+        # What a loose tolerance does to the state rebuilt is part of the question: no warning.
+        return cj.BacksolveAdjoint(reversal_tolerance=math.inf)
     if kind == "ReversibleAdjoint":
         return cj.ReversibleAdjoint(coupling=0.999)
     return getattr(cj, kind)()

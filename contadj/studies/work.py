@@ -5,19 +5,23 @@ float64, L = sum y(T)^2 / 512; its gradient in the 148 parameters by every adjoi
 those of torchdiffeq, torchode and Diffrax.
 
 On a fixed mesh of N steps of heun2, with |y| = 8 KiB the size of the state, the peak of live bytes
-is expected to grow as the design of each adjoint says (`GROWTH`):
+is expected to grow as the design of each adjoint says (`GROWTH`, `growth`):
 
 - "constant": rebuilt states (backsolve, reversible), forward mode, or a fixed number of snapshots.
   What may grow are step times, 8 bytes a step.
-- "states": at least one state a step and no activations, N |y|.
+- "states": one state a step and no activations, N |y|.
 - "root": Diffrax's recursive checkpointing keeps the smallest c with (c + 1)(c + 2) / 2 >= N
   states, about sqrt(2 N) (Stumm & Walther 2010, doi:10.1137/080742439; Diffrax's default).
+- "logarithm": Diffrax's DirectAdjoint is a tree of loops of 16 that keep the 16 states at which
+  their branches start, and activations in the 16 steps of the last loop only.
 - "activations": two evaluations a step, and each keeps tanh's output, four states, and its own
   input: at least 8 |y| a step.
 
-The order of the bytes in 1/N is then 0, -1, -1/2 and -1; states and activations differ by bytes a
-step. For the torch backend bytes are those of `contadj.torch.peak_live_bytes`, for JAX those that
-XLA gives the compiled gradient beside its inputs and outputs.
+What is constant has bytes of order 0 in 1/N, and the growth of a logarithm is 16 |y| for each
+factor of 16: nearly 0. What grows has increments, from each mesh to the next, of order -1, -1/2 for
+the root. States and activations differ by bytes a step. In PyTorch bytes are those of
+`contadj.torch.peak_live_bytes`, in JAX those that XLA gives the compiled gradient beside its inputs
+and outputs.
 
 Adaptive solves by dopri5 at several tolerances give error against seconds; a fixed mesh gives error
 against bytes. Seconds are the median of repeated gradients, one thread, compilation left out. An
@@ -38,6 +42,7 @@ from scipy.integrate import solve_ivp
 
 from ..config import Settings as BaseSettings
 from ..config import Steps
+from ..figures import Slope
 from ..orders import ExpectedOrder
 from ..problems._problem import Array
 
@@ -45,7 +50,7 @@ SOURCES = ()
 BATCH, DIM, HIDDEN, T1 = 256, 4, 16, 2.0
 STATE_BYTES = 8 * BATCH * DIM
 SNAPSHOTS = 16
-ORDERS = {"constant": 0.0, "states": -1.0, "root": -0.5, "activations": -1.0}
+ORDERS = {"constant": 0.0, "logarithm": 0.0, "root": -0.5, "states": -1.0, "activations": -1.0}
 GROWTH = {
     "contadj.torch.DirectAdjoint": "activations",
     "contadj.torch.CheckpointAdjoint": "states",
@@ -60,7 +65,7 @@ GROWTH = {
     "torchode.AutoDiffAdjoint": "activations",
     "torchode.BacksolveAdjoint": "constant",
     "torchode.JointBacksolveAdjoint": "constant",
-    "contadj.jax.DirectAdjoint": "activations",
+    "contadj.jax.DirectAdjoint": "logarithm",
     "contadj.jax.CheckpointAdjoint": "states",
     f"contadj.jax.CheckpointAdjoint({SNAPSHOTS})": "constant",
     "contadj.jax.ReversibleAdjoint": "constant",
@@ -87,15 +92,19 @@ class Settings(BaseSettings):
         Numbers of steps of the fixed mesh.
     longest_of : dict of str to int
         The largest number of steps of the adjoints named, which are slow.
+    finest_of : dict of str to float
+        The smallest tolerance of the adjoints named.
     tolerances : tuple of float
         rtol = atol of the adaptive solves.
     repeats : int
-        Gradients that are timed; fewer where they take more than a second in all.
+        Gradients that are timed after a first one; none where that took two seconds, fewer where
+        they take one in all.
     """
 
     adjoints: Annotated[tuple[str, ...], Field(min_length=1)] = ADJOINTS
     steps: Steps = (16, 64, 256, 1024)
     longest_of: dict[str, int] = Field(default={})
+    finest_of: dict[str, float] = Field(default={})
     tolerances: tuple[float, ...] = (1e-3, 1e-5, 1e-7, 1e-9)
     repeats: Annotated[int, Field(ge=1)] = 5
 
@@ -116,7 +125,9 @@ def cells(settings: Settings) -> list[list[dict[str, Any]]]:
         longest = settings.longest_of.get(adjoint, max(settings.steps))
         steps = [n for n in sorted(settings.steps) if n <= longest]
         groups.append([place | {"mesh": "fixed", "num_steps": n} for n in steps])
-        groups.append([place | {"mesh": "adaptive", "tolerance": x} for x in settings.tolerances])
+        finest = settings.finest_of.get(adjoint, 0.0)
+        tolerances = [x for x in settings.tolerances if x >= finest]
+        groups.append([place | {"mesh": "adaptive", "tolerance": x} for x in tolerances])
     return groups
 
 
@@ -132,10 +143,12 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
     else:
         from ._work_jax import prepare
     gradient, count_bytes = prepare(cell["adjoint"], cell.get("num_steps"), cell.get("tolerance"))
-    result = gradient()  # also a warm-up
+    start = perf_counter()
+    result = gradient()
+    first = perf_counter() - start
     if not np.all(np.isfinite(result)):
         raise FloatingPointError("the gradient is not finite")
-    seconds: list[float] = []
+    seconds = [first] if first > 2.0 else []
     while len(seconds) < cell["repeats"] and sum(seconds) < 1.0:
         start = perf_counter()
         gradient()
@@ -191,17 +204,27 @@ def reference() -> Array:
     return solve_ivp(backward, (0.0, T1), start, **how).y[2 * size :, -1]
 
 
-def expected_order(adjoint: str) -> ExpectedOrder:
-    """Return the order of the bytes in 1/N."""
-    growth = GROWTH[adjoint]
-    # What does not grow is still there at N = 256.
-    return ExpectedOrder(ORDERS[growth], 0.15, f"{growth} grow with N, see contadj.studies.work")
-
-
 def on_fixed_mesh(records: list[Any], adjoint: str) -> list[Any]:
     """Return the records of an adjoint at N steps, N increasing."""
     chosen = [r for r in records if r["adjoint"] == adjoint and r["mesh"] == "fixed"]
     return sorted((r for r in chosen if r.status == "ok"), key=lambda r: r["num_steps"])
+
+
+def growth(line: list[Any]) -> Slope:
+    """Return the growth of the bytes of an adjoint in 1/N, and the order it must show.
+
+    Parameters
+    ----------
+    line : list of CellRecord
+        `on_fixed_mesh` of an adjoint.
+    """
+    adjoint = line[0]["adjoint"]
+    kind = GROWTH[adjoint]
+    h, grown = [1 / r["num_steps"] for r in line], [float(r["bytes"]) for r in line]
+    if ORDERS[kind]:
+        h, grown = h[1:], list(np.diff(grown))
+    expected = ExpectedOrder(ORDERS[kind], 0.15, f"{kind}: see contadj.studies.work")
+    return Slope(adjoint, h, grown, [0.0] * len(h), expected)
 
 
 def states_per_step(line: list[Any]) -> float:
@@ -215,13 +238,13 @@ def findings(records: list[Any]) -> list[str]:
     sentences = []
     for adjoint in dict.fromkeys(r["adjoint"] for r in records):
         line = on_fixed_mesh(records, adjoint)
-        if len(line) < 2:
+        if len(line) < 3:
             continue
-        few, many = line[-2:]
-        order = np.log(many["bytes"] / few["bytes"]) / np.log(many["num_steps"] / few["num_steps"])
+        last, slope = line[-1], growth(line)
+        order = slope.observed.order
         sentences.append(
-            f"{adjoint}: {many['bytes'] / 2**20:.2f} MiB at {many['num_steps']} steps, growing as "
-            f"N^{order:.2f} (expected {-ORDERS[GROWTH[adjoint]] + 0.0:g}, {GROWTH[adjoint]}), "
-            f"{states_per_step(line):.2g} states a step; {many['gradient_seconds']:.3g} s"
+            f"{adjoint}: {last['bytes'] / 2**20:.2f} MiB and {last['gradient_seconds']:.2g} s at "
+            f"{last['num_steps']} steps; {GROWTH[adjoint]}, order {order:.2f} in 1/N (expected "
+            f"{slope.expected.order:g}); {states_per_step(line):.2g} states a step"
         )
     return sentences
