@@ -77,6 +77,29 @@ GROWTH = {
     "diffrax.BacksolveAdjoint": "constant",
 }
 ADJOINTS = tuple(GROWTH)
+# In figures: contadj's are named alike in both backends, the libraries' own follow.
+_OURS = {
+    "DirectAdjoint": "Direct",
+    "CheckpointAdjoint": "Checkpoint",
+    f"CheckpointAdjoint({SNAPSHOTS})": f"Checkpoint, {SNAPSHOTS} snapshots",
+    "InterpolatingAdjoint": "Interpolating",
+    "GaussAdjoint": "Gauss",
+    "ReversibleAdjoint": "Reversible",
+    "BacksolveAdjoint": "Backsolve",
+    "ForwardSensitivity": "ForwardSensitivity",
+}
+_PEERS = {
+    "torchdiffeq.odeint": "torchdiffeq odeint",
+    "torchdiffeq.odeint_adjoint": "torchdiffeq odeint_adjoint",
+    "torchode.AutoDiffAdjoint": "torchode AutoDiff",
+    "torchode.BacksolveAdjoint": "torchode Backsolve",
+    "torchode.JointBacksolveAdjoint": "torchode JointBacksolve",
+    "diffrax.RecursiveCheckpointAdjoint": "Diffrax RecursiveCheckpoint",
+    "diffrax.BacksolveAdjoint": "Diffrax Backsolve",
+}
+LABELS = (*_OURS.values(), *_PEERS.values())
+# Relative errors of the gradient below which rounding and the reference's own error count.
+FLOOR = 1e-11
 # Room for steps of an adaptive solve in JAX, where buffers have a fixed size.
 MAX_STEPS = 256
 
@@ -202,6 +225,18 @@ def reference() -> Array:
     count = sum(value.size for value in p.values())
     start = np.concatenate([y1, y1 / BATCH, np.zeros(count)])
     return solve_ivp(backward, (0.0, T1), start, **how).y[2 * size :, -1]
+
+
+def label_of(adjoint: str) -> str:
+    """Return the label of an adjoint in figures, one of `LABELS`."""
+    return _PEERS.get(adjoint) or _OURS[adjoint.split(".", 2)[2]]
+
+
+def adjoints(records: list[Any], framework_name: str) -> list[str]:
+    """Return the adjoints of a framework in the order of `LABELS`."""
+    found = dict.fromkeys(r["adjoint"] for r in records)
+    chosen = [one for one in found if framework(one) == framework_name]
+    return sorted(chosen, key=lambda one: LABELS.index(label_of(one)))
 
 
 def on_fixed_mesh(records: list[Any], adjoint: str) -> list[Any]:
