@@ -276,6 +276,19 @@ def plan(study: Study) -> tuple[list[Series], dict[tuple[str, str], GradientProb
                 f"`method` must be one of {', '.join(every)}; got {name!r}{closest(name, every)}"
             )
     wanted = study.methods or DEFAULT_METHODS
+    for engine, its in study.methods_of_engine.items():
+        if engine not in names:
+            raise ValueError(
+                f"`methods_of_engine` must name engines, of {', '.join(names)}; got {engine!r}"
+                f"{closest(engine, names)}"
+            )
+        for name in its if engine in available else ():
+            if name not in available[engine]:
+                raise ValueError(
+                    f"`methods_of_engine` must name methods that {engine} has, of "
+                    f"{', '.join(available[engine])}; got {name!r}"
+                    f"{closest(name, available[engine])}"
+                )
     known = tuple(dict.fromkeys((*every, *TABLEAUS)))
     for name in study.steps_of_method:
         if name not in known:
@@ -315,8 +328,8 @@ def plan(study: Study) -> tuple[list[Series], dict[tuple[str, str], GradientProb
         for (spec, framework), problem in problems.items()
         for engine_framework, engine in engines
         if engine_framework == framework
-        for method in wanted
-        if method in available[engine]
+        for method in study.methods_of_engine.get(engine, wanted)
+        if method in (study.methods or available[engine]) and method in available[engine]
     ]
     return series, problems, notes
 

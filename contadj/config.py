@@ -51,6 +51,8 @@ class Study(Settings):
         What does the stepping; by default all engines of the backends.
     methods : tuple of str, optional
         By default eight explicit Runge-Kutta methods of orders 1 to 5.
+    methods_of_engine : dict of str to tuple of str
+        The methods to run on the engines named, of `methods` where that is given.
     steps : tuple of int
         Numbers of steps between neighbouring breakpoints of a problem.
     steps_of : dict of str to tuple of int
@@ -69,6 +71,7 @@ class Study(Settings):
     backends: Annotated[tuple[Literal["torch", "jax"], ...], Field(min_length=1)] | None = None
     engines: Names | None = None
     methods: Names | None = None
+    methods_of_engine: dict[str, Names] = {}
     steps: Steps = (8, 16, 32, 64, 128)
     steps_of: dict[str, Steps] = {}
     steps_of_method: dict[str, Steps] = {}

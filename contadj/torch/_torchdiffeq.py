@@ -24,6 +24,9 @@ FIXED_GRID = (
 )  # fmt: skip
 ADAPTIVE = ("adaptive_heun", "fehlberg2", "bosh3", "dopri5", "dopri8")
 METHODS = (*FIXED_GRID, *ADAPTIVE, "scipy_solver")
+# Their steps use slopes of earlier steps that are no functions of y_n: past ones of the Adams
+# methods, and a last stage that was not evaluated at y_n.
+CARRYING = ("explicit_adams", "implicit_adams", "adaptive_heun", "fehlberg2")
 _ADAPTIVE_OPTIONS = (
     "first_step", "max_num_steps", "norm", "min_step", "max_step", "step_t", "jump_t", "safety",
     "ifactor", "dfactor", "dtype",

@@ -208,6 +208,32 @@ def test_a_method_can_have_steps_of_its_own_where_the_problem_has_none(tmp_path)
     }  # fmt: skip
 
 
+def test_an_engine_can_have_methods_of_its_own_and_method_picks_among_them(tmp_path):
+    (tmp_path / "study.toml").write_text(
+        'problems = ["lin"]\nsteps = [8]\n[methods_of_engine]\nfake = ["rk4", "heun2"]\n'
+    )
+    assert run("--config", "study.toml") == 0
+    assert [record.method for record in read_records("out/records.jsonl")] == ["rk4", "heun2"]
+    assert run("--config", "study.toml", "--method", "rk4", "--out", "there") == 0
+    assert [record.method for record in read_records("there/records.jsonl")] == ["rk4"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('fake = ["rk5"]', "`methods_of_engine` must name methods that fake has"),
+        ('fke = ["rk4"]', "`methods_of_engine` must name engines, of fake; got 'fke'"),
+    ],
+    ids=["method", "engine"],
+)
+def test_methods_of_an_engine_must_be_its(capsys, tmp_path, line, message):
+    text = f'problems = ["lin"]\n[methods_of_engine]\n{line}\n'
+    (tmp_path / "study.toml").write_text(text)
+    assert run("--config", "study.toml") == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert message in error and "did you mean" in error
+
+
 def test_steps_of_an_unknown_method_are_refused(capsys, tmp_path):
     (tmp_path / "study.toml").write_text('problems = ["lin"]\n[steps_of_method]\nrk5 = [5]\n')
     assert run("--config", "study.toml") == 2

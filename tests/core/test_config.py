@@ -7,6 +7,7 @@ problems = ["one", "two"]
 backends = ["torch"]
 engines = ["contadj"]
 methods = ["rk4"]
+methods_of_engine = { contadj = ["rk4"] }
 steps = [32, 8, 8]
 dtype = "float32"
 device = "cuda:1"
