@@ -268,18 +268,30 @@ def states_per_step(line: list[Any]) -> float:
     return (many["bytes"] - few["bytes"]) / (many["num_steps"] - few["num_steps"]) / STATE_BYTES
 
 
+def at_tolerances(records: list[Any], adjoint: str) -> list[Any]:
+    """Return the records of an adjoint's adaptive solves, the tolerance decreasing."""
+    chosen = [r for r in records if r["adjoint"] == adjoint and r["mesh"] == "adaptive"]
+    return sorted((r for r in chosen if r.status == "ok"), key=lambda r: -r["tolerance"])
+
+
 def findings(records: list[Any]) -> list[str]:
     """Return what was found, in sentences."""
     sentences = []
     for adjoint in dict.fromkeys(r["adjoint"] for r in records):
         line = on_fixed_mesh(records, adjoint)
-        if len(line) < 3:
-            continue
-        last, slope = line[-1], growth(line)
-        order = slope.observed.order
-        sentences.append(
-            f"{adjoint}: {last['bytes'] / 2**20:.2f} MiB and {last['gradient_seconds']:.2g} s at "
-            f"{last['num_steps']} steps; {GROWTH[adjoint]}, order {order:.2f} in 1/N (expected "
-            f"{slope.expected.order:g}); {states_per_step(line):.2g} states a step"
-        )
+        if len(line) > 2:
+            last, slope = line[-1], growth(line)
+            order = slope.observed.order
+            found = "none" if order is None else f"{order + 0.0:.2f}"
+            sentences.append(
+                f"{adjoint}: {last['bytes'] / 2**20:.2f} MiB and {last['gradient_seconds']:.2g} s "
+                f"at {last['num_steps']} steps; {GROWTH[adjoint]}, order {found} in 1/N (expected "
+                f"{slope.expected.order:g}), {states_per_step(line):.2g} states a step"
+            )
+        if adaptive := at_tolerances(records, adjoint):
+            last = adaptive[-1]
+            sentences.append(
+                f"{adjoint}: error {last['error']:.1e} in {last['gradient_seconds']:.2g} s and "
+                f"{last['bytes'] / 2**20:.2f} MiB at tolerance {last['tolerance']:.0e}"
+            )
     return sentences
