@@ -10,11 +10,6 @@ from jax import lax
 from ._multistep import HistoryStep
 from ._steps import get_solver
 
-# What of Diffrax's solvers for ODEs is not here, and why.
-LEFT_OUT = {
-    "HalfSolver": "no method: two half steps of another solver, for its error estimate",
-    "SemiImplicitEuler": "takes a pair of terms, each a function of the other half of the state",
-}
 # Solvers whose state is no function of y_n; what others carry on is f(t_n, y_n), or a guess of it.
 CARRYING = ("LeapfrogMidpoint", "ReversibleHeun")
 SOLVERS = (

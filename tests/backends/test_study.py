@@ -31,8 +31,13 @@ CASES = [
 ]
 STEPS = {"dopri8": (2, 4, 8)}
 # Not asymptotic before round-off: tsit5's leading error terms are tiny, and dopri8 is at round-off
-# from 16 steps on. What they show instead, in all three engines.
-PRE_ASYMPTOTIC = {"tsit5": (4.3, 7.7), "dopri8": (7.6, 9.2)}
+# from 16 steps on. What they show instead, in all three engines. The slope that fehlberg2 carries
+# has a weight of 1/512 beside terms of order 2.
+PRE_ASYMPTOTIC = {
+    **{("tsit5", quantity): (4.3, 7.7) for quantity in QUANTITIES},
+    **{("dopri8", quantity): (7.6, 9.2) for quantity in QUANTITIES},
+    ("fehlberg2", "adjoint"): (1.0, 2.1),
+}
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +75,8 @@ def test_every_method_shows_its_order_on_a_nonlinear_time_dependent_problem(
 ):
     observed = rows(engine, method)[quantity].observed
     expected = expected_order(method, quantity)
-    if method in PRE_ASYMPTOTIC:
-        lowest, highest = PRE_ASYMPTOTIC[method]
+    if (method, quantity) in PRE_ASYMPTOTIC:
+        lowest, highest = PRE_ASYMPTOTIC[method, quantity]
         assert lowest < observed.order < highest
         return
     assert observed.state == "as expected", observed
