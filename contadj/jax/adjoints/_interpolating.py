@@ -156,7 +156,8 @@ def _solve_bwd(residuals, cotangents, perturbed, inputs, *, options, backward, n
         points, weights = np.polynomial.legendre.leggauss(nodes)
         local = solver.interpolation_cls(t0=r.s, t1=snext, **dense)
         total = r.sums
-        for x, w in zip(points, weights, strict=True):
+        # Python's floats: NumPy's are float64 and would make a float32 solve double.
+        for x, w in zip(points.tolist(), weights.tolist(), strict=True):
             s = r.s + (snext - r.s) * (1 + x) / 2
             d_active, _ = pulled(-s, local.evaluate(s)[0], r.interval, r.dense)
             weight = (snext - r.s) * w / 2
