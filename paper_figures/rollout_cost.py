@@ -93,13 +93,13 @@ def draw(records):
     counted = chosen(records, "multiplications")
     horizons = [r["horizon"] for r in counted]
     for number, (name, label) in enumerate(
-        [("products", "each product on its own"), ("sweep", "one sweep")]
+        [("products", "single products"), ("sweep", "one sweep")]
     ):
         plot_line(left, horizons, [r[name] for r in counted], [0] * len(counted), label, number)
         slope_triangle(left, -GROWTH[name].order, horizons[-1], counted[-1][name])
     left.set(xlabel="number of actions H", ylabel="multiplications")
     left.set_xlim(right=2 * horizons[-1])
-    left.legend(loc="lower right")
+    left.legend(loc="upper left")
     for framework in frameworks(records):
         for number, mode in enumerate(MODES, 2):
             cells = chosen(records, "cost", framework=framework, mode=mode)
