@@ -160,7 +160,7 @@ def numbers(records: Records) -> dict[str, object]:
     agree = sum(one.observed.state == "as expected" for one in every)
     return {
         "cells": len(every),
-        "methods": sum(map(len, STATED.values())),
+        "methods": len({(engine, method) for engine, method, *_ in lines(records)}),
         "agree": agree,
         "deviate": len(every) - agree,
         "tolerance": "0.15, from order 5 on 0.4",
@@ -183,8 +183,9 @@ def draw(records: Records) -> Figure:
 
 
 def _draw_map(axes: Axes, engine: str, every: dict[tuple[str, str, str, str], Slope]) -> None:
-    methods = list(STATED[engine])
-    columns = [(problem, quantity) for problem in PROBLEMS for quantity in QUANTITIES]
+    methods = [name for name in STATED[engine] if any(name == key[1] for key in every)]
+    problems = [name for name in PROBLEMS if any(name == key[2] for key in every)]
+    columns = [(problem, quantity) for problem in problems for quantity in QUANTITIES]
     values = np.full((len(methods), len(columns)), np.nan)
     for row, method in enumerate(methods):
         for column, (problem, quantity) in enumerate(columns):
@@ -210,9 +211,9 @@ def _draw_map(axes: Axes, engine: str, every: dict[tuple[str, str, str, str], Sl
     axes.set_xticks(range(len(columns)), [QUANTITIES[quantity] for _, quantity in columns])
     axes.tick_params(length=0)
     axes.grid(False)
-    for edge in range(1, len(PROBLEMS)):
+    for edge in range(1, len(problems)):
         axes.axvline(3 * edge - 0.5, color="black", linewidth=0.6)
-    for place, problem in enumerate(PROBLEMS):
+    for place, problem in enumerate(problems):
         axes.annotate(
             problem, (3 * place + 1, 0), xytext=(0, -14), textcoords="offset points",
             xycoords=("data", "axes fraction"), ha="center", va="top", fontsize=7,
