@@ -1,5 +1,6 @@
 """Gradients of ODE solves in JAX: adjoints for `diffrax.diffeqsolve`, and rollouts."""
 
+from ..reversal import ReversalWarning
 from ._implicit import implicit_step
 from ._neural_ode import NeuralODE
 from ._problems import builtin_problem
@@ -25,6 +26,7 @@ __all__ = [
     "GaussAdjoint",
     "InterpolatingAdjoint",
     "NeuralODE",
+    "ReversalWarning",
     "ReversibleAdjoint",
     "RolloutGradient",
     "builtin_problem",

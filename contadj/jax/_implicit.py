@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import diffrax
 import equinox as eqx
@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import optimistix as optx
 from jax import lax
+from jaxtyping import Array, Inexact, PyTree
 
 from ..tableaus import Tableau
-
-PyTree = Any
 
 
 def _signature(tree: PyTree) -> tuple:
@@ -32,13 +31,13 @@ def _newton(tree: PyTree, rtol, atol) -> optx.Newton:
 
 
 def implicit_step(
-    residual: Callable[..., PyTree],
-    guess: PyTree,
+    residual: Callable[..., PyTree[Inexact[Array, " ..."]]],
+    guess: PyTree[Inexact[Array, " ..."]],
     *args: PyTree,
     rtol: float | None = None,
     atol: float = 0.0,
     max_iterations: int = 50,
-) -> PyTree:
+) -> PyTree[Inexact[Array, " ..."]]:
     """Solve residual(x, *args) = 0 for x by Newton's method, differentiably.
 
     The derivative is that of the implicit function theorem: one linear solve, whatever the number

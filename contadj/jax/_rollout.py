@@ -267,8 +267,8 @@ def rollout(
     actions: PyTree,
     params: PyTree,
     *,
-    stage_cost: Callable | None = None,
-    terminal_cost: Callable | None = None,
+    stage_cost: Callable[..., Float[Array, ""]] | None = None,
+    terminal_cost: Callable[..., Float[Array, ""]] | None = None,
     snapshots: int | None = None,
 ) -> tuple[Float[Array, ""], State]:
     """Run z[i+1] = step(i, z[i], a[i], params) and add up its cost.
@@ -322,8 +322,8 @@ def rollout_adjoint(
     actions: PyTree,
     params: PyTree,
     *,
-    stage_cost: Callable | None = None,
-    terminal_cost: Callable | None = None,
+    stage_cost: Callable[..., Float[Array, ""]] | None = None,
+    terminal_cost: Callable[..., Float[Array, ""]] | None = None,
     snapshots: int | None = None,
 ) -> RolloutGradient:
     """Differentiate a rollout's cost in one backward sweep of vector-Jacobian products.

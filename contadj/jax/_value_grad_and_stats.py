@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import diffrax
 import equinox as eqx
 import jax.numpy as jnp
-
-PyTree = Any
+from jaxtyping import Array, Float, PyTree
 
 
 class BackwardStats(eqx.Module):
@@ -27,15 +25,15 @@ class BackwardStats(eqx.Module):
         where y is not rebuilt.
     """
 
-    accepted: Any
-    rejected: Any
-    f_evaluations: Any
-    reversal_error: Any
+    accepted: Float[Array, ""]
+    rejected: Float[Array, ""]
+    f_evaluations: Float[Array, ""]
+    reversal_error: Float[Array, ""]
 
 
 def value_grad_and_stats(
-    fn: Callable[..., Any], adjoint: diffrax.AbstractAdjoint
-) -> Callable[..., tuple[Any, PyTree, BackwardStats]]:
+    fn: Callable[..., Float[Array, ""]], adjoint: diffrax.AbstractAdjoint
+) -> Callable[..., tuple[Float[Array, ""], PyTree, BackwardStats]]:
     """Turn a scalar function of a solve into one that also returns its gradient and statistics.
 
     The statistics leave the backward pass as the cotangent of an input that the adjoint carries,

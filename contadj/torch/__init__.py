@@ -1,7 +1,8 @@
 """The PyTorch backend: gradients of ODE solves, in torchdiffeq's terms."""
 
+from ..reversal import ReversalWarning
 from ._controls import Control
-from ._errors import ReversalWarning, SolveError, SolveStats
+from ._errors import SolveError, SolveStats
 from ._implicit import implicit_step
 from ._memory import peak_live_bytes
 from ._neural_ode import NeuralODE

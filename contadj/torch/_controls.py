@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from scipy.interpolate import CubicSpline
+from jaxtyping import Float
 from torch import Tensor
 
 from ._mesh import Mesh
@@ -47,7 +48,12 @@ class Control:
     de Boor, A Practical Guide to Splines, rev. ed. (2001), on the cubic spline.
     """
 
-    def __init__(self, times: ArrayLike | Tensor, values: Tensor, kind: str = "linear"):
+    def __init__(
+        self,
+        times: ArrayLike | Float[Tensor, " knots"],
+        values: Float[Tensor, " values *control"],
+        kind: str = "linear",
+    ):
         if kind not in KINDS:
             raise ValueError(f"`kind` must be one of {', '.join(KINDS)}, got {kind!r}")
         if isinstance(times, Tensor):
@@ -84,7 +90,7 @@ class Control:
             slopes = CubicSpline(knots, np.eye(count)).derivative()(knots)
             self._slopes = torch.as_tensor(slopes, dtype=values.dtype, device=values.device)
 
-    def __call__(self, t: float | Tensor) -> Tensor:
+    def __call__(self, t: float | Float[Tensor, ""]) -> Float[Tensor, "*control"]:
         """u at one time, of the later piece at a knot; differentiable in t too.
 
         Raises

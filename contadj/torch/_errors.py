@@ -37,7 +37,3 @@ class SolveError(RuntimeError):
     def __init__(self, message: str, stats: SolveStats):
         super().__init__(message)
         self.stats = stats
-
-
-class ReversalWarning(UserWarning):
-    """The state rebuilt in reverse time has drifted from the one of the forward solve."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from ..tableaus import Tableau
@@ -426,14 +427,14 @@ def _check_like(tree: Any, layout: StateLayout, guess: Tensor) -> None:
 
 
 def implicit_step(
-    residual: Callable[..., Any],
-    guess: Any,
+    residual: Callable[..., Float[Tensor, "*state"] | Any],
+    guess: Float[Tensor, "*state"] | Any,
     *args: Any,
     rtol: float | None = None,
     atol: float = 0.0,
     max_iterations: int = 50,
     batch_dims: int = 0,
-) -> Any:
+) -> Float[Tensor, "*state"] | Any:
     """Solve residual(x, *args) = 0 for x by Newton's method, differentiably.
 
     The derivative is that of the implicit function theorem: one linear solve with the transposed

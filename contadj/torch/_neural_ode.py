@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from . import _tree
@@ -81,7 +82,9 @@ class NeuralODE(nn.Module):
             "params": params, "engine": engine, "compile": compile,
         }  # fmt: skip
 
-    def forward(self, y0: Any, t: Tensor | None = None) -> Any:
+    def forward(
+        self, y0: Float[Tensor, "*state"] | Any, t: Float[Tensor, " time"] | None = None
+    ) -> Float[Tensor, "*state"] | Float[Tensor, " time *state"] | Any:
         """Solve from y0.
 
         Parameters

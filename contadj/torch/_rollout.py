@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from ..checkpointing import OfflineSnapshots, check_count, walk_back
@@ -38,7 +39,7 @@ class RolloutGradient:
     actions: Any
     params: Any
     z0: Any
-    cost: Tensor
+    cost: Float[Tensor, ""]
 
 
 class _Rollout:
@@ -293,14 +294,14 @@ def _split(r: _Rollout, leaves):
 
 def rollout(
     step: Step,
-    z0: Any,
-    actions: Any,
+    z0: Float[Tensor, "*state"] | Any,
+    actions: Float[Tensor, " horizon *action"] | Any,
     params: Any,
     *,
-    stage_cost: Callable[..., Tensor] | None = None,
-    terminal_cost: Callable[..., Tensor] | None = None,
+    stage_cost: Callable[..., Float[Tensor, ""]] | None = None,
+    terminal_cost: Callable[..., Float[Tensor, ""]] | None = None,
     snapshots: int | None = None,
-) -> tuple[Tensor, Any]:
+) -> tuple[Float[Tensor, ""], Float[Tensor, " horizon+1 *state"] | Any]:
     """Run z[i+1] = step(i, z[i], a[i], params) and add up its cost.
 
         J = sum_i stage_cost(i, z[i], a[i], params) + terminal_cost(z[H], params)
@@ -350,12 +351,12 @@ def rollout(
 
 def rollout_adjoint(
     step: Step,
-    z0: Any,
-    actions: Any,
+    z0: Float[Tensor, "*state"] | Any,
+    actions: Float[Tensor, " horizon *action"] | Any,
     params: Any,
     *,
-    stage_cost: Callable[..., Tensor] | None = None,
-    terminal_cost: Callable[..., Tensor] | None = None,
+    stage_cost: Callable[..., Float[Tensor, ""]] | None = None,
+    terminal_cost: Callable[..., Float[Tensor, ""]] | None = None,
     snapshots: int | None = None,
 ) -> RolloutGradient:
     """Differentiate a rollout's cost in one backward sweep of vector-Jacobian products.

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float, Inexact
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -56,17 +57,17 @@ class Solution:
         Statistics; those of the backward pass are there after it.
     """
 
-    ts: Tensor
-    ys: Any
-    cost: Tensor | None
-    loss: Tensor | None
+    ts: Float[Tensor, " time"]
+    ys: Inexact[Tensor, " time *state"] | Any
+    cost: Float[Tensor, ""] | None
+    loss: Float[Tensor, ""] | None
     stats: SolveStats
 
 
 def odeint(
     func: Callable[..., Any],
-    y0: Any,
-    t: Tensor,
+    y0: Inexact[Tensor, "*state"] | Any,
+    t: Float[Tensor, " time"],
     *,
     rtol: Any = 1e-7,
     atol: Any = 1e-9,
@@ -83,7 +84,7 @@ def odeint(
     adjoint_atol: float | None = None,
     adjoint_options: Mapping[str, Any] | None = None,
     adjoint_params: Iterable[Tensor] | None = None,
-) -> Any:
+) -> Inexact[Tensor, " time *state"] | Any:
     """Solve y' = func(t, y), y(t[0]) = y0, and return y at the times t.
 
     Takes the place of `torchdiffeq.odeint` and, its `adjoint_*` arguments given, of
@@ -142,8 +143,8 @@ def odeint(
 
 def solve(
     func: Callable[..., Any],
-    y0: Any,
-    t: Tensor,
+    y0: Inexact[Tensor, "*state"] | Any,
+    t: Float[Tensor, " time"],
     *,
     rtol: Any = 1e-7,
     atol: Any = 1e-9,
@@ -154,8 +155,8 @@ def solve(
     control: Any = None,
     engine: str | None = None,
     compile: bool = False,
-    running_cost: Callable[..., Tensor] | None = None,
-    loss: Callable[..., Tensor] | None = None,
+    running_cost: Callable[..., Float[Tensor, ""]] | None = None,
+    loss: Callable[..., Float[Tensor, ""]] | None = None,
 ) -> Solution:
     """Solve y' = func(t, y), y(t[0]) = y0, with a cost, and statistics.
 

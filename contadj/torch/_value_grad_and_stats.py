@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from . import _tree
@@ -14,8 +15,8 @@ from ._solve import collect_stats
 
 
 def value_grad_and_stats(
-    fn: Callable[..., Tensor],
-) -> Callable[..., tuple[Tensor, Any, list[SolveStats]]]:
+    fn: Callable[..., Float[Tensor, ""]],
+) -> Callable[..., tuple[Float[Tensor, ""], Any, list[SolveStats]]]:
     """Turn a scalar function into one that also returns its gradient and solve statistics.
 
     Parameters

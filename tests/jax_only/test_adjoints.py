@@ -17,11 +17,13 @@ from contadj.jax import (
     DirectAdjoint,
     GaussAdjoint,
     InterpolatingAdjoint,
+    ReversibleAdjoint,
 )
 
 TIGHT = diffrax.PIDController(1e-10, 1e-10)
 ADJOINTS = [CheckpointAdjoint(), BacksolveAdjoint(), InterpolatingAdjoint(), GaussAdjoint()]
 every_adjoint = pytest.mark.parametrize("adjoint", ADJOINTS, ids=lambda a: type(a).__name__)
+REVERSE_ONLY = [*ADJOINTS, ReversibleAdjoint()]
 # InterpolatingAdjoint and GaussAdjoint refuse these, or share all that matters.
 two_adjoints = pytest.mark.parametrize("adjoint", ADJOINTS[:2], ids=lambda a: type(a).__name__)
 # Global errors at a tolerance of 1e-10 per step, and their amplification by the problems here.
@@ -172,6 +174,49 @@ def test_reverse_over_reverse_is_refused_with_what_to_use(adjoint):
 
     with pytest.raises(RuntimeError, match=rf"{type(adjoint).__name__}.*forward over reverse"):
         jax.grad(jax.grad(value))(0.7)
+
+
+FORWARD = {
+    "jvp": lambda f: jax.jvp(f, (0.7,), (1.0,)),
+    "jvp of jit": lambda f: jax.jvp(jax.jit(f), (0.7,), (1.0,)),
+    "jacfwd": lambda f: jax.jacfwd(f)(0.7),
+    "jacfwd of a batch": lambda f: jax.vmap(jax.jacfwd(f))(jnp.array([0.7, 0.8])),
+    "linearize": lambda f: jax.linearize(f, 0.7)[1](1.0),
+}
+
+
+@pytest.mark.parametrize("forward", FORWARD.values(), ids=FORWARD)
+@pytest.mark.parametrize("adjoint", REVERSE_ONLY, ids=lambda a: type(a).__name__)
+def test_forward_mode_is_refused_with_what_to_use(adjoint, forward):
+    def value(a):
+        return solve(
+            lambda t, y, a: -a * y**2, jnp.asarray(1.0), a, adjoint=adjoint, dt0=0.1, max_steps=16,
+            stepsize_controller=diffrax.ConstantStepSize(),
+        ).ys[0]  # fmt: skip
+
+    name = type(adjoint).__name__
+    with pytest.raises(TypeError, match=rf"{name}.*DirectAdjoint.*ForwardSensitivity"):
+        forward(value)
+
+
+@two_adjoints
+def test_what_is_batched_before_or_after_it_is_differentiated_has_one_gradient(adjoint):
+    # The refusal of forward mode looks at how tangents are batched.
+    def value(a):
+        return solve(
+            lambda t, y, a: -a * y**2, jnp.asarray(1.0), a, adjoint=adjoint, dt0=0.1, max_steps=16,
+            stepsize_controller=diffrax.ConstantStepSize(),
+        ).ys[0]  # fmt: skip
+
+    a = jnp.array([0.3, 0.7])
+    want = jnp.stack([jax.grad(value)(x) for x in a])
+    for got in (
+        jax.vmap(jax.grad(value))(a), jax.grad(lambda a: jnp.sum(jax.vmap(value)(a)))(a),
+        jax.grad(lambda a: jnp.sum(jax.vmap(jax.jit(value))(a)))(a),
+        jnp.diag(jax.jacrev(jax.vmap(value))(a)),
+        jax.vmap(jax.grad(jax.checkpoint(value)))(a),
+    ):  # fmt: skip
+        np.testing.assert_allclose(got, want, rtol=1e-13)
 
 
 @two_adjoints

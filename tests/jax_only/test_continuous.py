@@ -6,11 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from contadj import GradientProblem
 from contadj.jax import (
     BacksolveAdjoint,
     CheckpointAdjoint,
     GaussAdjoint,
     InterpolatingAdjoint,
+    ReversalWarning,
     builtin_problem,
     get_solver,
     value_grad_and_stats,
@@ -156,6 +158,117 @@ def test_a_backward_solve_that_fails_gives_nan_and_with_throw_an_error(adjoint):
         jax.grad(value)(3.0, True)
 
 
+def slow_fast(theta, adjoint, *, ts=None, adaptive=False, **more):
+    """A contracting pair: rebuilding y backward amplifies round-off by exp(K)."""
+
+    def f(t, y, theta):
+        k, c = theta
+        return jnp.stack([-k * (y[0] - jnp.cos(y[1])), -y[1] + c * y[0]])
+
+    steps = {"dt0": 1 / 512, "max_steps": 512, "stepsize_controller": diffrax.ConstantStepSize()}
+    if adaptive:
+        steps = {"dt0": None, "max_steps": 1024,
+                 "stepsize_controller": diffrax.PIDController(1e-9, 1e-9)}  # fmt: skip
+    saveat = diffrax.SaveAt(t1=True) if ts is None else diffrax.SaveAt(ts=jnp.asarray(ts))
+    ys = diffrax.diffeqsolve(
+        diffrax.ODETerm(f), diffrax.Tsit5() if adaptive else get_solver("rk4_classic"), 0.0, 1.0,
+        y0=jnp.array([2.0, 1.0]), args=theta, adjoint=adjoint, saveat=saveat, **steps, **more,
+    ).ys  # fmt: skip
+    return jnp.sum((ys[:, 1] - 2) ** 2)
+
+
+STIFF = jnp.array([50.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("every", "settings"),
+    [
+        (32, {}),
+        # Between mesh points, and the last stored states after the last observation.
+        (32, {"ts": (0.3, 0.501, 0.8)}),
+        (4, {"adaptive": True}),
+    ],
+    ids=["fixed mesh", "observations between mesh points", "adaptive"],
+)
+def test_restarting_from_stored_states_saves_a_gradient_that_cannot_be_rebuilt(every, settings):
+    want = jax.grad(slow_fast)(STIFF, CheckpointAdjoint(), **settings)
+    fn = lambda theta, adjoint: slow_fast(theta, adjoint, **settings)  # noqa: E731
+    _, got, stats = value_grad_and_stats(fn, BacksolveAdjoint(restart_every=every))(STIFF)
+    # 1e-16 exp(50 * 32 / 512) is 2e-15; what is left is the error of the methods themselves.
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6 * np.abs(want).max())
+    assert stats.reversal_error < 1e-6
+
+
+def test_restarting_after_every_step_is_the_continuous_gradient_along_the_stored_states():
+    # lambda and theta-bar of every step start from the stored y: what the study's sweep makes of
+    # a problem observed, at no cost, at every mesh point.
+    steps = 16
+    got = flat(jax.grad(cost, (0, 1))(
+        PARAMS, Y0, BacksolveAdjoint(restart_every=1), solver=get_solver("rk4"), steps=steps
+    ))  # fmt: skip
+    times = tuple(3.0 * n / steps for n in range(1, steps))
+    observed = GradientProblem(
+        "observed", "jax", PEND.f, PEND.y0, PEND.params, PEND.t0, PEND.t1,
+        terminal_cost=PEND.terminal_cost, running_cost=PEND.running_cost,
+        observation_times=times, observation_cost=lambda i, t, y, p: 0.0 * y[0],
+    )  # fmt: skip
+    want = gradient_function(observed, method="rk4", adjoint="BacksolveAdjoint", max_steps=1)(1)
+    np.testing.assert_allclose(got, want.gradient.vector, rtol=1e-12)
+
+
+def finished(run, *arguments):
+    jax.block_until_ready(run(*arguments))
+    jax.effects_barrier()  # what the device has to say to the host
+
+
+def transformed(name):
+    gradient = jax.grad(lambda theta: slow_fast(theta, BacksolveAdjoint()))
+    if name == "jit":
+        return jax.jit(gradient), STIFF
+    if name == "vmap":  # one of the two is good: one warning
+        return jax.jit(jax.vmap(gradient)), jnp.array([[50.0, 1.0], [1.0, 1.0]])
+
+    def summed(theta):
+        add = lambda total, _: (total + slow_fast(theta, BacksolveAdjoint()), None)  # noqa: E731
+        return jax.lax.scan(add, 0.0, None, length=1)[0]
+
+    return jax.grad(summed), STIFF
+
+
+@pytest.mark.parametrize("name", ["jit", "vmap", "scan"])
+def test_a_state_that_cannot_be_rebuilt_is_warned_of_once_with_the_remedy(name):
+    run, theta = transformed(name)
+    with pytest.warns(ReversalWarning, match=r"off by 3.*e\+08 .*restart_every=...") as caught:
+        finished(run, theta)
+    assert len(caught) == 1
+
+
+def test_a_state_that_can_be_rebuilt_is_not_warned_of():
+    # Warnings are errors here.
+    finished(jax.grad(slow_fast), jnp.array([1.0, 1.0]), BacksolveAdjoint())
+
+
+def test_on_request_a_state_that_cannot_be_rebuilt_is_an_error_and_without_throw_nan():
+    adjoint = BacksolveAdjoint(on_reversal="raise")
+    run = lambda throw: jax.grad(slow_fast)(STIFF, adjoint, throw=throw)  # noqa: E731
+    with pytest.raises(Exception, match=r"`reversal_tolerance` = 1.0e-03 .*restart_every"):
+        run(True)
+    assert np.all(np.isnan(run(False)))
+
+
+def test_an_infinite_tolerance_asks_for_no_report():
+    adjoint = BacksolveAdjoint(reversal_tolerance=np.inf, on_reversal="raise")
+    _, gradient, stats = value_grad_and_stats(slow_fast, adjoint)(STIFF)
+    assert stats.reversal_error > 1e6
+    assert np.all(np.isfinite(gradient))
+
+
+def test_stored_states_need_a_bound_on_the_number_of_steps():
+    with pytest.raises(ValueError, match=r"restart_every.*`max_steps`"):
+        cost(PARAMS, Y0, BacksolveAdjoint(restart_every=4), solver=diffrax.Heun(), steps=16,
+             max_steps=None)  # fmt: skip
+
+
 def test_memory_of_backsolve_does_not_grow_with_the_number_of_steps():
     def temporary_bytes(steps):
         def value(y0):
@@ -177,6 +290,9 @@ def test_memory_of_backsolve_does_not_grow_with_the_number_of_steps():
         ({"method": 5}, TypeError, "`method`"),
         ({"seminorm": 1}, TypeError, "`seminorm`"),
         ({"max_steps": 0}, ValueError, "`max_steps`"),
+        ({"restart_every": 0}, ValueError, "`restart_every`"),
+        ({"on_reversal": "ignore"}, ValueError, "`on_reversal`"),
+        ({"reversal_tolerance": -1.0}, ValueError, "`reversal_tolerance`"),
     ],
 )
 def test_a_wrong_argument_raises_and_is_named(arguments, error, message):

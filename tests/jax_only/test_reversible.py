@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from contadj.jax import ReversibleAdjoint, get_solver, value_grad_and_stats
+from contadj.jax import ReversalWarning, ReversibleAdjoint, get_solver, value_grad_and_stats
 
 
 def field(t, y, a):
@@ -84,7 +84,8 @@ def test_the_gradient_works_under_vmap():
 def test_the_reversal_error_grows_as_round_off_over_l_to_the_n():
     def reversal(steps, coupling):
         fn = lambda x, adjoint: jnp.sum(solved(x, steps, adjoint))  # noqa: E731
-        run = jax.jit(value_grad_and_stats(fn, ReversibleAdjoint(coupling)))
+        adjoint = ReversibleAdjoint(coupling, reversal_tolerance=np.inf)
+        run = jax.jit(value_grad_and_stats(fn, adjoint))
         return float(run(POINT)[2].reversal_error)
 
     # 1e-16 * 0.99^-1000 = 2e-12, and 1e-16 * 0.99^-3000 = 1e-3.
@@ -106,6 +107,17 @@ def test_memory_does_not_grow_with_the_number_of_steps():
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes(10_000) / temporary_bytes(100) < 1.05
+
+
+def test_a_reversal_error_above_the_tolerance_is_warned_of_with_its_remedy():
+    def run(coupling):
+        adjoint = ReversibleAdjoint(coupling)
+        jax.block_until_ready(jax.grad(lambda x: jnp.sum(solved(x, 512, adjoint)))(POINT))
+        jax.effects_barrier()
+
+    run(0.99)
+    with pytest.warns(ReversalWarning, match="`coupling` closer to 1"):
+        run(0.5)
 
 
 @pytest.mark.parametrize("coupling", [0, -0.1, 1.01, "near one"])

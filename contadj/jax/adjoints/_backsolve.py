@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 
+from ...reversal import check_reversal
 from .. import _tree
 from .._forward import RESULTS, Options, Solve, Stepper, clip_to_end, hundred_ulp, leave, march
 from .._times import number_of_steps
@@ -22,6 +23,7 @@ from ._continuous import (
     pair,
     saved_times,
 )
+from ._reversal import Reversal
 
 PyTree = Any
 
@@ -41,7 +43,8 @@ class BacksolveAdjoint(ContinuousAdjoint):
     adaptive one with its own error control, which an observation does not restart.
 
     Rebuilding y backward amplifies errors where the solution contracts. The distance between the y
-    that was rebuilt and the y that was saved is measured: see `value_grad_and_stats`.
+    that was rebuilt and the y that was saved is the reversal error, in the statistics of
+    `value_grad_and_stats`.
 
     Parameters
     ----------
@@ -54,6 +57,14 @@ class BacksolveAdjoint(ContinuousAdjoint):
         Leave theta-bar out of the error control: it is a quadrature, which feeds back on nothing.
     max_steps : int, optional
         Most attempted steps of the backward solve; that of the forward solve where None.
+    restart_every : int, optional
+        Store y every so many forward steps and set it back there; takes room for
+        `max_steps / restart_every` states.
+    reversal_tolerance : float
+        Reversal error above which the gradient is reported as worthless.
+    on_reversal : "warn" or "raise"
+        What happens then: a `ReversalWarning`, under `jax.jit` too; or an error, which is nan in
+        the gradient with `diffeqsolve(..., throw=False)`.
 
     References
     ----------
@@ -61,34 +72,90 @@ class BacksolveAdjoint(ContinuousAdjoint):
     (2021), arXiv:2009.09457.
     """
 
+    restart_every: int | None = eqx.field(static=True, default=None)
+    reversal_tolerance: float = eqx.field(static=True, default=1e-3)
+    on_reversal: str = eqx.field(static=True, default="warn")
+
+    def __check_init__(self):
+        if self.restart_every is not None and (
+            type(self.restart_every) is not int or self.restart_every < 1
+        ):
+            raise ValueError(
+                f"`restart_every` must be None or an int of at least 1, got {self.restart_every!r}"
+            )
+        check_reversal(self.reversal_tolerance, self.on_reversal)
+
     def solve(self, inputs, *, options: Options, backward: Backward):
-        return _solve(inputs, options=options, backward=backward)
+        if self.restart_every is not None and options.max_steps is None:
+            raise ValueError(
+                "`BacksolveAdjoint(restart_every=...)` stores states, and needs `max_steps` for "
+                "that; give it, or leave `restart_every` out"
+            )
+        reversal = Reversal(self.reversal_tolerance, self.on_reversal)
+        return _solve(
+            inputs, options=options, backward=backward, every=self.restart_every, reversal=reversal
+        )
+
+
+class _Restarts(eqx.Module):
+    """Times and states of every so many forward steps, `count` of them, in buffers."""
+
+    t: Any
+    y: PyTree
+    count: Any
 
 
 @eqx.filter_custom_vjp
-def _solve(inputs, *, options: Options, backward: Backward):
+def _solve(inputs, *, options: Options, backward: Backward, every: int | None, reversal: Reversal):
     return leave(march(inputs[0], options))
 
 
 @_solve.def_fwd
-def _solve_fwd(perturbed, inputs, *, options: Options, backward: Backward):
-    end = march(inputs[0], options)
-    return leave(end), (end.ts, end.ys, end.save_index)
+def _solve_fwd(
+    perturbed, inputs, *, options: Options, backward: Backward, every: int | None,
+    reversal: Reversal,
+):  # fmt: skip
+    solve = inputs[0]
+    if every is None:
+        end, restarts = march(solve, options), None
+    else:
+        most: Any = options.max_steps
+
+        def keep(n, step, record):
+            due = (n > 0) & (n % every == 0)
+            return lax.cond(
+                due,
+                lambda r: _tree.write(r, n // every - 1, (step.tprev, step.y)),
+                lambda r: r,
+                record,
+            )
+
+        record = _tree.buffer(max(1, (most - 1) // every), (solve.t0, solve.y0))
+        end = march(solve, options, keep=keep, record=record)
+        times, states = end.record
+        restarts = _Restarts(times, states, jnp.maximum(end.accepted - 1, 0) // every)
+    return leave(end), (end.ts, end.ys, end.save_index, restarts)
 
 
 @_solve.def_bwd
-def _solve_bwd(residuals, cotangents, perturbed, inputs, *, options, backward):
+def _solve_bwd(residuals, cotangents, perturbed, inputs, *, options, backward, every, reversal):
     solve, field, probe = inputs
     _, (g_ts, g_ys) = cotangents
-    ts, ys, saved = residuals
+    ts, ys, saved, restarts = residuals
     g_ys = _tree.materialise(g_ys, ys)
     g_ts = jnp.zeros_like(ts) if g_ts is None else g_ts
     moving = any(jtu.tree_leaves((perturbed[0].t0, perturbed[0].t1, perturbed[0].saving.ts)))
     jumping = bool(getattr(perturbed[0].controller, "jump_ts", None))
     active, fixed = eqx.partition(field, perturbed[1])
-    adjoint, d_active, d_ts, d_t0, d_jumps, stats = _retrace(
-        solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved, moving, jumping
-    )
+    *found, reached, stats = _retrace(
+        solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved, restarts, moving,
+        jumping,
+    )  # fmt: skip
+    adjoint, d_active, d_ts, d_t0, d_jumps = reversal.report(
+        found, jnp.where(reached, stats[-1], 0),
+        "BacksolveAdjoint(restart_every=...) with fewer steps between restarts",
+        options.throw,
+    )  # fmt: skip
     gradient = saved_times(solve, adjoint, d_ts, d_t0, saved, moving)
     if jumping:
         gradient = eqx.tree_at(
@@ -119,6 +186,7 @@ class _Reverse(eqx.Module):
     solver_state: PyTree
     controller_state: PyTree
     waiting: Any
+    restart: Any
     interval: Any
     result: Any
     num_steps: Any
@@ -129,7 +197,9 @@ class _Reverse(eqx.Module):
     d_jumps: Any
 
 
-def _retrace(solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved, moving, jumping):
+def _retrace(
+    solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved, restarts, moving, jumping
+):
     first = int(solve.saving.t0)
     t0 = solve.t0
 
@@ -160,27 +230,45 @@ def _retrace(solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved,
     s0, s1 = -begin, -t0
     state = (y, _tree.zeros(solve.y0), _tree.zeros(active))
 
-    def stop(waiting):
-        """Where the backward solve must stop next: an observation, or t0."""
+    def observation(waiting):
         return jnp.where(waiting >= first, -ts[jnp.maximum(waiting, 0)], s1)
+
+    def stored(restart):
+        return jnp.where(restart >= 0, -restarts.t[jnp.maximum(restart, 0)], s1)
+
+    def stop(waiting, restart):
+        """Where the backward solve must stop next: an observation, a stored state, or t0."""
+        here = observation(waiting)
+        return here if restarts is None else jnp.minimum(here, stored(restart))
+
+    def set_back(s, state, restart, reversal):
+        """y is set back where s has reached a stored state."""
+        if restarts is None:
+            return state, restart, reversal
+        y, *rest = state
+        hit = (restart >= 0) & (stored(restart) <= s)
+        there = _tree.read(restarts.y, jnp.maximum(restart, 0))
+        gone = _tree.norm(jtu.tree_map(jnp.subtract, y, there))
+        reversal = jnp.maximum(reversal, jnp.where(hit, gone, 0))
+        return (_tree.where(hit, there, y), *rest), restart - hit, reversal
 
     def absorb(s, state, waiting, reversal, d_ts):
         """lambda jumps, and y is set back, at the observations that s has reached."""
 
         def more(carry):
             _, waiting, _, _ = carry
-            return (waiting >= first) & (stop(waiting) <= s)
+            return (waiting >= first) & (observation(waiting) <= s)
 
         def one(carry):
             (y, adjoint, sums), waiting, reversal, d_ts = carry
-            stored, jump = _tree.read(ys, waiting), _tree.read(g_ys, waiting)
-            gone = jtu.tree_map(jnp.subtract, y, stored)
+            there, jump = _tree.read(ys, waiting), _tree.read(g_ys, waiting)
+            gone = jtu.tree_map(jnp.subtract, y, there)
             reversal = jnp.maximum(reversal, _tree.norm(gone))
             if moving:
-                rate = pair(jump, slope(ts[waiting], stored))
+                rate = pair(jump, slope(ts[waiting], there))
                 d_ts = d_ts.at[waiting].set(g_ts[waiting] + rate)
             adjoint = _tree.add(adjoint, jump)
-            return (stored, adjoint, sums), waiting - 1, reversal, d_ts
+            return (there, adjoint, sums), waiting - 1, reversal, d_ts
 
         return lax.while_loop(more, one, (state, waiting, reversal, d_ts))
 
@@ -189,6 +277,14 @@ def _retrace(solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved,
     state, waiting, reversal, d_ts = absorb(
         s0, state, saved.astype(jnp.int32) - 1, reversal, jnp.zeros_like(ts)
     )
+    restart = zero
+    if restarts is not None:
+        # States stored after the last observation are of no use.
+        restart = lax.while_loop(
+            lambda k: (k >= 0) & (restarts.t[jnp.maximum(k, 0)] >= begin),
+            lambda k: k - 1,
+            jnp.int32(restarts.count - 1),
+        )
 
     def passed(s, interval):
         """Skip the points of the fixed mesh that s has reached, to rounding."""
@@ -212,7 +308,7 @@ def _retrace(solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved,
         )
         controller_state, made_jump = _tree.strong(controller_state), jnp.asarray(False)
     length = snext - s0
-    snext = clip_to_end(s0, snext, stop(waiting), True)
+    snext = clip_to_end(s0, snext, stop(waiting, restart), True)
     solver_state = _tree.strong(solver.init(terms, s0, snext, state, None))
     stepper = Stepper(solver, terms, s0, state, None, solver_state, made_jump)
     # Evaluations per attempt: a first-same-as-last stage is carried over, but not over a jump.
@@ -222,8 +318,8 @@ def _retrace(solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved,
     count = jnp.asarray(float(fsal), jnp.result_type(s0))
     start = _Reverse(
         s0, snext, length, state, made_jump, stepper.init(s0, state, solver_state),
-        controller_state, waiting, interval, _tree.strong(RESULTS.successful), zero, zero, count,
-        reversal, d_ts, jnp.zeros_like(jump_ts) if jumping else None,
+        controller_state, waiting, restart, interval, _tree.strong(RESULTS.successful), zero, zero,
+        count, reversal, d_ts, jnp.zeros_like(jump_ts) if jumping else None,
     )  # fmt: skip
 
     def across(s_before, s, state, d_jumps):
@@ -242,8 +338,9 @@ def _retrace(solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved,
         go = (r.s < s1) & (r.result == RESULTS.successful)
         if controller is None or backward.max_steps is None:
             return go  # a fixed mesh ends by itself
-        # An observation may cost a step of its own.
-        return go & (r.num_steps < backward.max_steps + len(ts))
+        # An observation may cost a step of its own, and so may a stored state.
+        most = backward.max_steps + len(ts) + (0 if restarts is None else restarts.count)
+        return go & (r.num_steps < most)
 
     def body(r: _Reverse) -> _Reverse:
         state, error, _, solver_state, result = stepper(
@@ -262,7 +359,7 @@ def _retrace(solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved,
             )
             length, interval = snext - s, r.interval
             result = RESULTS.where(kept, result, RESULTS.successful)
-        here = stop(r.waiting)
+        here = stop(r.waiting, r.restart)
         s = jnp.minimum(s, here)
         arrived = kept & (s >= here)
         if controller is not None:
@@ -275,13 +372,14 @@ def _retrace(solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved,
         if jumping:
             d_jumps = across(r.s, jnp.where(kept, s, r.s), state, d_jumps)
         state, waiting, reversal, d_ts = absorb(s, state, r.waiting, r.reversal, r.d_ts)
-        made_jump = made_jump | (waiting < r.waiting)
-        snext = clip_to_end(s, s + length, stop(waiting), True)
+        state, restart, reversal = set_back(s, state, r.restart, reversal)
+        made_jump = made_jump | (waiting < r.waiting) | (restart < r.restart)
+        snext = clip_to_end(s, s + length, stop(waiting, restart), True)
         result = RESULTS.where(r.result == RESULTS.successful, result, r.result)
         result = RESULTS.where(result == RESULTS.successful, controller_result, result)
         return _Reverse(
-            s, snext, length, state, made_jump, solver_state, controller_state, waiting, interval,
-            result, r.num_steps + 1, r.accepted + jnp.where(kept, 1, 0),
+            s, snext, length, state, made_jump, solver_state, controller_state, waiting, restart,
+            interval, result, r.num_steps + 1, r.accepted + jnp.where(kept, 1, 0),
             r.evaluations + per_step + jnp.where(r.made_jump, int(fsal), 0),
             reversal, d_ts, d_jumps,
         )  # fmt: skip
@@ -315,4 +413,4 @@ def _retrace(solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved,
             "`BacksolveAdjoint(max_steps=...)`, loosen its `rtol` and `atol`, or use "
             "CheckpointAdjoint, which does not rebuild y",
         )
-    return *found, stats
+    return *found, reached, stats

@@ -12,6 +12,7 @@ from jax import lax
 
 from .. import _diffrax, _tree
 from .._forward import March, Options, Solve, Step, leave, march, prepare, restore
+from .._reverse_only import reverse_only
 from .._revolve import Schedule, reverse
 from .._times import number_of_steps
 from ._replay import jumped, split, sweep
@@ -72,7 +73,8 @@ class CheckpointAdjoint(diffrax.AbstractAdjoint):
             capacity = min(capacity, options.max_steps)
         snapshots = None if self.snapshots is None else min(self.snapshots, capacity)
         room = _Room(capacity, snapshots)
-        end, buffers = _solve((solve, self.probe), options=options, room=room)
+        inputs = reverse_only((solve, self.probe), "CheckpointAdjoint")
+        end, buffers = _solve(inputs, options=options, room=room)
         end = restore(end, solve, options)
         if options.throw and (options.max_steps is None or capacity < options.max_steps):
             exceeded = (end.accepted == capacity) & (

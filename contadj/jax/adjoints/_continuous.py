@@ -14,6 +14,7 @@ import optimistix as optx
 
 from .. import _diffrax, _tree
 from .._forward import ClosedTerm, Options, Saving, Solve, prepare, restore
+from .._reverse_only import reverse_only
 from .._steps import get_solver
 from .._times import FIXED
 
@@ -98,7 +99,8 @@ class ContinuousAdjoint(diffrax.AbstractAdjoint):
             solver if self.method is None else self.method, self.rtol, self.atol, self.seminorm,
             options.max_steps if self.max_steps is None else self.max_steps,
         )  # fmt: skip
-        end, (ts, ys) = self.solve((solve, field, self.probe), options=options, backward=backward)
+        inputs = reverse_only((solve, field, self.probe), name)
+        end, (ts, ys) = self.solve(inputs, options=options, backward=backward)
         if not _diffrax.saves_state(sub):
             ys = observe(fn, solve, ts, ys, init_state.save_state.ys)
         end = restore(end, solve, options)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 
+from ...reversal import check_reversal
 from .. import _diffrax, _tree
 from .._forward import (
     RESULTS,
@@ -22,8 +23,10 @@ from .._forward import (
     prepare,
     restore,
 )
+from .._reverse_only import reverse_only
 from .._steps import explicit_step, explicit_tableau
 from ._replay import split, sweep
+from ._reversal import Reversal
 
 PyTree = Any
 
@@ -38,8 +41,8 @@ class ReversibleAdjoint(diffrax.AbstractAdjoint):
 
     which keeps the order of a method of even order and can be undone step by step. Undoing it
     amplifies round-off by about l^(-N), so that l must go to 1 with the number of steps N; the
-    distance of the y_0 that is reached from the one given is the reversal error, see
-    `value_grad_and_stats`. The stability region is narrow. Beside the states, the step times are
+    distance of the y_0 that is reached from the one given is the reversal error, in the statistics
+    of `value_grad_and_stats`. The stability region is narrow. Beside the states, the step times are
     kept. Dense output is the cubic Hermite polynomial.
 
     Parameters
@@ -48,6 +51,11 @@ class ReversibleAdjoint(diffrax.AbstractAdjoint):
         l in (0, 1]; 0.99 for up to about 1,000 steps in double precision, 0.999 for 10,000.
     capacity : int, optional
         Room for step times; `max_steps` where None.
+    reversal_tolerance : float
+        Reversal error above which the gradient is reported as worthless.
+    on_reversal : "warn" or "raise"
+        What happens then: a `ReversalWarning`, under `jax.jit` too; or an error, which is nan in
+        the gradient with `diffeqsolve(..., throw=False)`.
 
     References
     ----------
@@ -56,6 +64,8 @@ class ReversibleAdjoint(diffrax.AbstractAdjoint):
 
     coupling: float = eqx.field(static=True, default=0.99)
     capacity: int | None = eqx.field(static=True, default=None)
+    reversal_tolerance: float = eqx.field(static=True, default=1e-3)
+    on_reversal: str = eqx.field(static=True, default="warn")
     probe: Any = None
 
     def __check_init__(self):
@@ -65,6 +75,8 @@ class ReversibleAdjoint(diffrax.AbstractAdjoint):
             raise ValueError(
                 f"`capacity` must be None or an int of at least 1, got {self.capacity!r}"
             )
+
+        check_reversal(self.reversal_tolerance, self.on_reversal)
 
     def loop(self, *, init_state, solver, **kwargs):
         if explicit_tableau(solver) is None:
@@ -91,7 +103,9 @@ class ReversibleAdjoint(diffrax.AbstractAdjoint):
                 (solve.y0, solve.y0),
             ),
         )
-        end, buffers = _solve((pair, self.probe), options=options, capacity=capacity)
+        reversal = Reversal(self.reversal_tolerance, self.on_reversal)
+        inputs = reverse_only((pair, self.probe), "ReversibleAdjoint")
+        end, buffers = _solve(inputs, options=options, capacity=capacity, reversal=reversal)
         end = restore(end, pair, options)
         end = eqx.tree_at(lambda m: m.y, end, end.y[0])
         return _diffrax.finished(init_state, end, buffers), {}
@@ -159,12 +173,12 @@ class _Coupled(eqx.Module):
 
 
 @eqx.filter_custom_vjp
-def _solve(inputs, *, options: Options, capacity: int):
+def _solve(inputs, *, options: Options, capacity: int, reversal: Reversal):
     return leave(march(inputs[0], options, capacity=capacity))
 
 
 @_solve.def_fwd
-def _solve_fwd(perturbed, inputs, *, options: Options, capacity: int):
+def _solve_fwd(perturbed, inputs, *, options: Options, capacity: int, reversal: Reversal):
     solve, _ = inputs
     example = Step(
         solve.t0, solve.tnext, solve.tnext, solve.y0, None, options.made_jump, jnp.int32(0)
@@ -179,7 +193,7 @@ def _solve_fwd(perturbed, inputs, *, options: Options, capacity: int):
 
 
 @_solve.def_bwd
-def _solve_bwd(residuals, cotangents, perturbed, inputs, *, options, capacity):
+def _solve_bwd(residuals, cotangents, perturbed, inputs, *, options, capacity, reversal):
     solve, probe = inputs
     record, *end = residuals
     count, _, last, _ = end
@@ -200,15 +214,16 @@ def _solve_bwd(residuals, cotangents, perturbed, inputs, *, options, capacity):
     gradient = sweep(
         "ReversibleAdjoint", solve, options, record, end, cotangents, perturbed[0], visit
     )
-    gradient = _tree.reversed_once(gradient, "ReversibleAdjoint")
-    if probe is None:
-        return gradient, None
     gone = [
         jtu.tree_map(jnp.subtract, part, y0) for part, y0 in zip(rebuilt[0], solve.y0, strict=True)
     ]
     size = jnp.maximum(_tree.norm(solve.y0[0]), _tree.norm(last[0]))
-    reversal = jnp.maximum(*map(_tree.norm, gone)) / size
+    error = jnp.maximum(*map(_tree.norm, gone)) / size
+    gradient = reversal.report(gradient, error, "a `coupling` closer to 1", options.throw)
+    gradient = _tree.reversed_once(gradient, "ReversibleAdjoint")
+    if probe is None:
+        return gradient, None
     stages = solve.stepper.solver_type.tableau.num_stages
     # Two increments undo a step, two more make it again.
-    stats = (count, 0, 4 * stages * count, reversal)
+    stats = (count, 0, 4 * stages * count, error)
     return gradient, jnp.stack([jnp.asarray(x, probe.dtype) for x in stats])

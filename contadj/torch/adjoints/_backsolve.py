@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ...checkpointing import check_count
+from ...reversal import check_reversal
 from .._steps import host_time
 from ._base import (
     Cotangents,
     Integration,
     Outputs,
     ReplayingAdjoint,
-    check_reversal,
     check_slope,
     report_reversal,
 )
@@ -69,7 +69,7 @@ class BacksolveAdjoint(ReplayingAdjoint):
 
     def __post_init__(self) -> None:
         _ = self.settings  # refuses a bad one at once
-        check_reversal(self.on_reversal)
+        check_reversal(self.reversal_tolerance, self.on_reversal)
         check_count("restart_every", self.restart_every)
 
     @property

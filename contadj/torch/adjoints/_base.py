@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._errors import ReversalWarning, SolveError, SolveStats
+from ...reversal import ReversalWarning, reversal_message
+from .._errors import SolveError, SolveStats
 from .._field import VectorField, autocast_state, same_context
 from .._mesh import Mesh, Times
 from .._steps import (
@@ -373,12 +374,6 @@ class _Solve(torch.autograd.Function):
         return (None, None, grad_y0, grad_t, *grad_params)
 
 
-def check_reversal(on_reversal: str) -> None:
-    """Raise unless `on_reversal` is one of its two values."""
-    if on_reversal not in ("warn", "raise"):
-        raise ValueError(f"`on_reversal` must be 'warn' or 'raise', got {on_reversal!r}")
-
-
 def report_reversal(
     stats: SolveStats,
     drift: Tensor,
@@ -391,11 +386,7 @@ def report_reversal(
     stats.reversal_error = error = float(drift / scale) if float(scale) > 0 else float(drift)
     if error <= tolerance or tolerance == float("inf"):
         return
-    message = (
-        f"the state rebuilt in reverse time is off by {error:.1e} of its size (more than "
-        f"`reversal_tolerance` = {tolerance:.1e}): the gradient may be worthless. Use "
-        f"CheckpointAdjoint(), or {remedy}, or smaller steps"
-    )
+    message = reversal_message(error, tolerance, remedy)
     if on_reversal == "raise":
         raise SolveError(message, stats)
     warnings.warn(message, ReversalWarning, stacklevel=2)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...reversal import check_reversal
 from .._mesh import Mesh
 from .._steps import (
     RungeKutta,
@@ -24,7 +25,6 @@ from ._base import (
     Outputs,
     ReplayingAdjoint,
     accumulate,
-    check_reversal,
     report_reversal,
     time_leaf,
 )
@@ -62,7 +62,7 @@ class ReversibleAdjoint(ReplayingAdjoint):
     on_reversal: str = "warn"
 
     def __post_init__(self) -> None:
-        check_reversal(self.on_reversal)
+        check_reversal(self.reversal_tolerance, self.on_reversal)
         if not 0.0 < self.coupling <= 1.0:
             raise ValueError(f"`coupling` must be in (0, 1], got {self.coupling!r}")
 
