@@ -7,7 +7,7 @@ from scipy.integrate import solve_ivp
 from contadj.results import CellRecord
 from contadj.studies import work
 
-STEPS = (16, 64)
+STEPS = (32, 64)
 
 
 def line(adjoint, steps=STEPS):
