@@ -1,4 +1,4 @@
-"""Digests of code: what changes when the code does, and not when its comments or layout do."""
+"""Digests of code: what changes when the code does, and not when its comments, hints or layout do."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from pathlib import Path
 
 
 def code_of(path: str | Path) -> bytes:
-    """Return what a Python file says, without comments, docstrings and layout."""
+    """Return what a Python file says, without comments, docstrings, type hints and layout."""
     tree = ast.parse(Path(path).read_bytes())
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
                 node.body = node.body[1:]
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.returns = None
+        if isinstance(node, ast.arg):
+            node.annotation = None
     return ast.dump(tree).encode()
 
 
