@@ -1,4 +1,4 @@
-"""Digests of code: what changes when the code does, and not when its comments, hints or layout do."""
+"""Digests of code: what changes when the code does, not when its comments, hints or layout do."""
 
 from __future__ import annotations
 
