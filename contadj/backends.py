@@ -17,10 +17,8 @@ import importlib
 import importlib.util
 import inspect
 import platform
-import re
 import sys
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +30,8 @@ from . import __version__
 from .config import Study
 from .convergence import DISCRETE, REFERENCE_METHOD, GradientFunction, Series
 from .digests import code_of
+from .multistep import MULTISTEP
+from .names import closest, parse_options, spell
 from .problems import BUILT_IN, GradientProblem, problem_data
 from .problems._problem import FRAMEWORKS
 from .tableaus import TABLEAUS
@@ -70,12 +70,6 @@ def load_backend(framework: str) -> ModuleType:
     return importlib.import_module(f"contadj.{framework}._study")
 
 
-def closest(name: str, names: Mapping[str, Any] | tuple[str, ...] | list[str]) -> str:
-    """Return ", did you mean X?" for the nearest of `names`, or nothing."""
-    match = get_close_matches(name, list(names), n=1)
-    return f"; did you mean {match[0]!r}?" if match else ""
-
-
 def canonical_spec(spec: str) -> str:
     """Return the one spelling of a problem's name, after checking it.
 
@@ -84,42 +78,17 @@ def canonical_spec(spec: str) -> str:
     ValueError
         If there is no such built-in problem, or it has no such option.
     """
-    if ":" in spec:
-        return spec
-    name, options = _parse_built_in(spec)
-    arguments = ",".join(f"{key}={value:g}" for key, value in sorted(options.items()))
-    return f"{name}({arguments})" if arguments else name
+    return spec if ":" in spec else spell(*_parse_built_in(spec))
 
 
 def _parse_built_in(spec: str) -> tuple[str, dict[str, float]]:
-    match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*(?:\((.*)\))?\s*", spec)
-    if match is None:
-        raise ValueError(
-            f"`problem` must be NAME, NAME(OPTION=VALUE,...), module:attribute or "
-            f"path/to/file.py:attribute; got {spec!r}"
-        )
-    name, text = match.groups()
-    if name not in BUILT_IN:
-        raise ValueError(
-            f"`problem` must be one of {', '.join(BUILT_IN)}, or module:attribute, or "
-            f"path/to/file.py:attribute; got {spec!r}{closest(name, BUILT_IN)}"
-        )
-    known = tuple(inspect.signature(BUILT_IN[name]).parameters)
-    options: dict[str, float] = {}
-    for part in filter(None, (text or "").split(",")):
-        key, _, value = (piece.strip() for piece in part.partition("="))
-        if key not in known:
-            raise ValueError(
-                f"options of `problem` {name} must be among ({', '.join(known)}); got {key!r}"
-                f"{closest(key, known)}"
-            )
-        try:
-            options[key] = float(value)
-        except ValueError:
-            raise ValueError(
-                f"option {key} of `problem` {name} must be a number; got {value!r}"
-            ) from None
-    return name, options
+    return parse_options(
+        "problem",
+        spec,
+        tuple(BUILT_IN),
+        lambda name: tuple(inspect.signature(BUILT_IN[name]).parameters),
+        ", or module:attribute, or path/to/file.py:attribute",
+    )
 
 
 @cache
@@ -215,6 +184,7 @@ def gradient_function(
     dtype: str,
     device: str,
     max_steps: int,
+    costs: bool = False,
 ) -> GradientFunction:
     """Return the compiled gradient function of a problem, kept for the next number of steps."""
     return load_backend(framework).gradient_function(
@@ -225,6 +195,7 @@ def gradient_function(
         dtype=dtype,
         device=device,
         max_steps=max_steps,
+        costs=costs,
     )
 
 
@@ -321,7 +292,7 @@ def plan(study: Study) -> tuple[list[Series], dict[tuple[str, str], GradientProb
             device=study.device,
             steps=steps_of.get(spec) or study.steps_of_method.get(method, study.steps),
             digest=definition_digest(spec, problem, method),
-            reference_engine=_reference_engine(framework),
+            reference_engine=reference_engine(framework),
             versions=versions[framework],
             device_description=devices[framework],
         )
@@ -380,7 +351,8 @@ def try_problem(series: Series, problem: GradientProblem) -> None:
         ) from error
 
 
-def _reference_engine(framework: str) -> str:
+def reference_engine(framework: str) -> str:
+    """Return the engine of a framework that references are solved with."""
     backend = load_backend(framework)
     return next(e for e in backend.ENGINES if REFERENCE_METHOD in backend.methods(e))
 
@@ -406,7 +378,7 @@ def definition_digest(spec: str, problem: GradientProblem, method: str) -> str:
     if ":" in spec:
         for path in _modules_beside(problem.f):
             digest.update(code_of(path))
-    _digest(digest, [method, TABLEAUS.get(method)])
+    _digest(digest, [method, TABLEAUS.get(method) or repr(MULTISTEP.get(method))])
     return digest.hexdigest()[:16]
 
 

@@ -54,6 +54,12 @@ class Measurement:
         where y is not rebuilt.
     seconds : float
         Wall time of one gradient, after warm-up and compilation.
+    multipliers : (M, n) array, optional
+        slope_sum dL/dr_n, r_n the residual of the equation of the step that ends at t_n, n = 1,
+        ..., M; of a multistep method (`contadj.multistep`).
+    peak_bytes : int, optional
+        Bytes of arrays alive at one time, at most, beyond those there before; None where they were
+        not counted.
     """
 
     gradient: Gradient
@@ -63,6 +69,8 @@ class Measurement:
     f_evaluations_backward: int
     reversal_error: float | None
     seconds: float
+    multipliers: Array | None = None
+    peak_bytes: int | None = None
 
 
 GradientFunction = Callable[[int], Measurement]  # number of steps per interval -> Measurement

@@ -63,7 +63,7 @@ def exact_adjoint(t):
     return np.exp([-t])
 
 
-def gradient_function(problem, *, method, adjoint, engine, dtype, device, max_steps):
+def gradient_function(problem, *, method, adjoint, engine, dtype, device, max_steps, costs=False):
     order = _ORDERS[method]
     exact = exact_gradient(problem.params)
     # The gap of heun2 is of order 3: its two gradients share their leading error.

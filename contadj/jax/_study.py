@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -22,16 +23,23 @@ import numpy as np
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from ..convergence import Measurement
+from ..adjoints import parse_adjoint
+from ..convergence import CONTINUOUS, DISCRETE, Measurement
+from ..multistep import METHODS as WITH_HISTORY
+from ..multistep import MULTISTEP
 from ..problems import Gradient, GradientProblem
 from ..tableaus import TABLEAUS
 from . import _tree
+from ._library import CARRYING, SOLVERS, carrying_step, library_solver
+from ._multistep import HistoryStep, history_step
 from ._problems import builtin_problem
 from ._steps import evaluations, fresh_step, get_solver
 from ._times import PaddedMesh
 from ._value_grad_and_stats import value_grad_and_stats
 from .adjoints import (
+    BacksolveAdjoint,
     CheckpointAdjoint,
+    DirectAdjoint,
     ForwardSensitivity,
     GaussAdjoint,
     InterpolatingAdjoint,
@@ -53,14 +61,14 @@ _DTYPES = ("float32", "float64")
 
 
 def methods(engine: str | None = None) -> tuple[str, ...]:
-    """Names of the methods that the engine steps."""
+    """Names of the methods that the engine steps, those of Diffrax's own solvers last."""
     _check_engine(engine)
-    return tuple(TABLEAUS)
+    return (*TABLEAUS, *WITH_HISTORY, *SOLVERS)
 
 
 def adjoints() -> tuple[str, ...]:
     """Names of the adjoints that the study can measure."""
-    return tuple(_SWEEPS)
+    return tuple(_ADJOINTS)
 
 
 def versions() -> dict[str, str]:
@@ -193,7 +201,8 @@ class _Sweeps(NamedTuple):
     """What one gradient leaves behind; buffers are padded.
 
     `ys` and `adjoints` are None where a solve returns no state and no lambda per step, and
-    `evaluations` where the backward pass costs what the forward pass does.
+    `evaluations` where the backward pass costs what the forward pass does. `multipliers` are
+    dL/dr_n, r_n the residual of the step to t_n, where the step takes one.
     """
 
     cost: Any
@@ -203,20 +212,39 @@ class _Sweeps(NamedTuple):
     adjoints: Any
     reversal_error: Any
     evaluations: Any
+    multipliers: Any = None
 
 
-def _forward(flat: _Flat, step, terms, mesh, count):
-    """States y_0 ... y_N in a buffer, and the integral of the running cost."""
-    zero = jnp.zeros((), flat.y0.dtype)
+def _without_history(solver: diffrax.AbstractSolver) -> HistoryStep:
+    """One step of a solver, started afresh."""
+    step, per_step = fresh_step(solver), evaluations(solver)
+
+    def take(f, t, t_next, place, y, history, nudge, params):
+        return step(diffrax.ODETerm(f), t, t_next, y, params), ()
+
+    count = None if per_step is None else lambda num_steps: per_step * num_steps
+    return HistoryStep(lambda y: (), take, count)
+
+
+def _forward(flat: _Flat, step: HistoryStep, mesh, count, interval):
+    """States y_0 ... y_N and the history of every step in buffers; the running cost's integral."""
+    start = flat.y0, jnp.zeros((), flat.y0.dtype)
+    nudge = _tree.zeros(start)
+    history = step.empty(start)
 
     def body(n, carry):
-        state, ys = carry
-        state = step(terms, mesh[n], mesh[n + 1], state, flat.params)
-        return state, ys.at[n + 1].set(state[0])
+        state, history, ys, histories = carry
+        histories = _tree.write(histories, n, history)
+        state, history = step.take(
+            flat.f, mesh[n], mesh[n + 1], n % interval, state, history, nudge, flat.params
+        )
+        return state, history, ys.at[n + 1].set(state[0]), histories
 
-    ys = jnp.zeros((mesh.shape[0], flat.y0.shape[0]), flat.y0.dtype).at[0].set(flat.y0)
-    (_, integral), ys = lax.fori_loop(0, count, body, ((flat.y0, zero), ys))
-    return ys, integral
+    capacity = mesh.shape[0]
+    ys = jnp.zeros((capacity, flat.y0.shape[0]), flat.y0.dtype).at[0].set(flat.y0)
+    carry = (start, history, ys, _tree.buffer(capacity, history))
+    (_, integral), _, ys, histories = lax.fori_loop(0, count, body, carry)
+    return ys, integral, histories
 
 
 def _costs(flat: _Flat, mesh, ys, integral, count, observed):
@@ -242,38 +270,62 @@ def _costs(flat: _Flat, mesh, ys, integral, count, observed):
     return lax.scan(body, start, jnp.arange(observed.shape[0], dtype=jnp.int32))[0]
 
 
-def _discrete(flat: _Flat, solver, mesh, count, observed, pieces) -> _Sweeps:
-    """DirectAdjoint: lambda_n = jump_n + (dy_{n+1}/dy_n)^T lambda_{n+1}."""
-    step, terms = fresh_step(solver), diffrax.ODETerm(flat.f)
-    ys, integral = _forward(flat, step, terms, mesh, count)
+def _discrete(flat: _Flat, step: HistoryStep, mesh, count, observed, pieces) -> _Sweeps:
+    """DirectAdjoint: lambda_n = jump_n + (dy_{n+1}/dy_n)^T lambda_{n+1}, and the same of what the
+    later steps take from their history."""
+    interval = count // (pieces.shape[0] - 1)
+    ys, integral, histories = _forward(flat, step, mesh, count, interval)
     cost, jumps, d_params = _costs(flat, mesh, ys, integral, count, observed)
-    one = jnp.ones((), flat.y0.dtype)
+    zero, one = jnp.zeros((), flat.y0.dtype), jnp.ones((), flat.y0.dtype)
+    nudge = (jnp.zeros_like(flat.y0), zero)
 
     def body(k, carry):
-        adjoint, d_params, adjoints = carry
+        adjoint, from_history, d_params, adjoints, multipliers = carry
         n = count - 1 - k
         _, pull = _tree.vjp(
-            lambda y, p: step(terms, mesh[n], mesh[n + 1], (y, jnp.zeros_like(one)), p),
-            ys[n],
+            lambda state, history, nudge, p: step.take(
+                flat.f, mesh[n], mesh[n + 1], n % interval, state, history, nudge, p
+            ),
+            (ys[n], zero),
+            _tree.read(histories, n),
+            nudge,
             flat.params,
         )
-        adjoint, d_p = pull((adjoint, one))
+        # The adjoint of the integral is 1 only where steps have no history.
+        (adjoint, of_integral), from_history, multiplier, d_p = pull((adjoint, from_history))
         adjoint = adjoint + jumps[n]
-        return adjoint, _tree.add(d_params, d_p), adjoints.at[n].set(adjoint)
+        return (
+            (adjoint, of_integral),
+            from_history,
+            _tree.add(d_params, d_p),
+            adjoints.at[n].set(adjoint),
+            multipliers.at[n + 1].set(multiplier[0]),
+        )
 
-    adjoint = jumps[count]
-    adjoints = jnp.zeros_like(ys).at[count].set(adjoint)
-    _, d_params, adjoints = lax.fori_loop(0, count, body, (adjoint, d_params, adjoints))
-    return _Sweeps(cost, adjoints[0], d_params, ys, adjoints, None, None)
+    buffer = jnp.zeros_like(ys)
+    nothing = _tree.zeros(_tree.read(histories, 0))
+    carry = ((jumps[count], one), nothing, d_params, buffer.at[count].set(jumps[count]), buffer)
+    _, _, d_params, adjoints, multipliers = lax.fori_loop(0, count, body, carry)
+    return _Sweeps(cost, adjoints[0], d_params, ys, adjoints, None, None, multipliers)
 
 
-def _backsolve(flat: _Flat, solver, mesh, count, observed, pieces) -> _Sweeps:
+def _backsolve(
+    flat: _Flat,
+    step: HistoryStep,
+    mesh,
+    count,
+    observed,
+    pieces,
+    *,
+    restart_every: int | None = None,
+) -> _Sweeps:
     """BacksolveAdjoint: (y, lambda, theta-bar) in reverse time on the same mesh.
 
-    y is set back to the stored state at the ends of the pieces, where lambda jumps.
+    y is set back to the stored state at the ends of the pieces, where lambda jumps, and every so
+    many steps.
     """
-    step = fresh_step(solver)
-    ys, integral = _forward(flat, step, diffrax.ODETerm(flat.f), mesh, count)
+    interval = count // (pieces.shape[0] - 1)
+    ys, integral, _ = _forward(flat, step, mesh, count, interval)
     cost, jumps, d_params = _costs(flat, mesh, ys, integral, count, observed)
     zero, one = jnp.zeros((), flat.y0.dtype), jnp.ones((), flat.y0.dtype)
 
@@ -284,22 +336,26 @@ def _backsolve(flat: _Flat, solver, mesh, count, observed, pieces) -> _Sweeps:
         d_p = _tree.materialise(d_p, params)
         return slope, -d_y, jtu.tree_map(jnp.negative, d_p)
 
-    terms = diffrax.ODETerm(augmented)
-
     def body(k, carry):
-        state, adjoints, error = carry
+        state, history, adjoints, error = carry
         n = count - 1 - k
-        y, adjoint, d_params = step(terms, mesh[n + 1], mesh[n], state, flat.params)
+        (y, adjoint, d_params), history = step.take(
+            augmented, mesh[n + 1], mesh[n], k % interval, state, history, nudge, flat.params
+        )
         end = jnp.any(pieces == n)
+        if restart_every is not None:
+            end |= n % restart_every == 0
         error = jnp.maximum(error, jnp.where(end, jnp.linalg.norm(y - ys[n]), 0))
         y = jnp.where(end, ys[n], y)
         adjoint = adjoint + jumps[n]
-        return (y, adjoint, d_params), adjoints.at[n].set(adjoint), error
+        return (y, adjoint, d_params), history, adjoints.at[n].set(adjoint), error
 
     adjoint = jumps[count]
     adjoints = jnp.zeros_like(ys).at[count].set(adjoint)
     state = (ys[count], adjoint, d_params)
-    (_, _, d_params), adjoints, error = lax.fori_loop(0, count, body, (state, adjoints, zero))
+    nudge = _tree.zeros(state)
+    carry = (state, step.empty(state), adjoints, zero)
+    (_, _, d_params), _, adjoints, error = lax.fori_loop(0, count, body, carry)
     # Entries of the buffer beyond the last step are zero.
     largest = jnp.max(jnp.linalg.norm(ys, axis=1))
     return _Sweeps(cost, adjoints[0], d_params, ys, adjoints, error / largest, None)
@@ -331,7 +387,7 @@ def _through_solve(adjoint: diffrax.AbstractAdjoint) -> Callable:
         inputs = (flat.y0, flat.params)
         if hasattr(adjoint, "probe"):
             value, (d_y0, d_params), stats = value_grad_and_stats(cost, adjoint)(inputs)
-            rebuilds = isinstance(adjoint, ReversibleAdjoint)
+            rebuilds = isinstance(adjoint, ReversibleAdjoint | BacksolveAdjoint)
             reversal = stats.reversal_error if rebuilds else None
             return _Sweeps(value, d_y0, d_params, None, None, reversal, stats.f_evaluations)
         value, (d_y0, d_params) = eqx.filter_value_and_grad(cost)(inputs, adjoint)
@@ -340,15 +396,27 @@ def _through_solve(adjoint: diffrax.AbstractAdjoint) -> Callable:
     return sweep
 
 
-_SWEEPS = {
-    "DirectAdjoint": _discrete,
-    "CheckpointAdjoint": _through_solve(CheckpointAdjoint()),
-    "BacksolveAdjoint": _backsolve,
-    "ReversibleAdjoint": _through_solve(ReversibleAdjoint(coupling=0.999)),
-    "InterpolatingAdjoint": _through_solve(InterpolatingAdjoint()),
-    "GaussAdjoint": _through_solve(GaussAdjoint()),
-    "ForwardSensitivity": _through_solve(ForwardSensitivity()),
+_ADJOINTS: dict[str, Callable[..., diffrax.AbstractAdjoint]] = {
+    "DirectAdjoint": DirectAdjoint,
+    "CheckpointAdjoint": CheckpointAdjoint,
+    "ReversibleAdjoint": partial(ReversibleAdjoint, coupling=0.999, reversal_tolerance=np.inf),
+    "BacksolveAdjoint": partial(BacksolveAdjoint, reversal_tolerance=np.inf),
+    "InterpolatingAdjoint": InterpolatingAdjoint,
+    "GaussAdjoint": GaussAdjoint,
+    "ForwardSensitivity": ForwardSensitivity,
 }
+_SWEEPS: dict[str, Callable[..., _Sweeps]] = {
+    "DirectAdjoint": _discrete,
+    "BacksolveAdjoint": _backsolve,
+}
+
+
+def _peak_bytes(compiled: Any) -> int | None:
+    """What XLA says that the function needs beside its arguments; None where it does not say."""
+    analysis = compiled.compiled.memory_analysis()
+    if analysis is None:
+        return None
+    return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
 
 
 def _first_failure(problem: GradientProblem, ys, mesh) -> None:
@@ -370,6 +438,7 @@ def gradient_function(
     dtype: str = "float64",
     device: str = "cpu",
     max_steps: int,
+    costs: bool = False,
 ) -> Callable[[int], Measurement]:
     """Return a function from the number of steps to one measured gradient.
 
@@ -378,9 +447,10 @@ def gradient_function(
     problem : GradientProblem
         Written in JAX.
     method : str
-        One of `methods(engine)`, or the name of a Diffrax solver.
+        One of `methods(engine)`.
     adjoint : str
-        One of `adjoints()`.
+        One of `adjoints()`, with options where it has some (`contadj.adjoints`); DirectAdjoint or
+        BacksolveAdjoint for a method with a history.
     engine : str, optional
         "diffrax", the only one.
     dtype : "float64" or "float32"
@@ -389,12 +459,15 @@ def gradient_function(
     max_steps : int
         The largest number of steps per interval that will be asked for. The first call compiles
         for it; later ones do not compile.
+    costs : bool
+        Whether to measure what the gradient costs a user: time and peak bytes of the adjoint's own
+        code in a solve of at most `max_steps` steps; then without `adjoint`.
 
     Returns
     -------
     callable
         `measure(num_steps) -> Measurement`, `num_steps` equal steps between neighbouring
-        breakpoints of the problem.
+        breakpoints of the problem; a method with a history starts afresh at the breakpoints.
 
     Raises
     ------
@@ -412,27 +485,40 @@ def gradient_function(
             f"problem {problem.name!r} is written in {problem.framework}: run it on the backend "
             f"{problem.framework!r}, or write its `f` in JAX"
         )
-    if adjoint not in _SWEEPS:
-        raise ValueError(f"`adjoint` must be one of {', '.join(_SWEEPS)}; got {adjoint!r}")
+    name, settings = parse_adjoint(adjoint)
     if dtype not in _DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(_DTYPES)}; got {dtype!r}")
     if not isinstance(max_steps, int) or max_steps < 1:
         raise ValueError(f"`max_steps` must be an int of at least 1, got {max_steps!r}")
-    solver = get_solver(method)
+    if method in WITH_HISTORY and adjoint not in (DISCRETE, CONTINUOUS):
+        raise ValueError(
+            f"`adjoint` must be {DISCRETE} or {CONTINUOUS} with `method` {method}, whose steps use "
+            f"more than one state; got {adjoint!r}"
+        )
+    stepped = name in _SWEEPS and (method in WITH_HISTORY or not costs)
+    if method in WITH_HISTORY:
+        solver, step = None, history_step(method)
+    else:
+        solver = library_solver(method) if method in SOLVERS else get_solver(method)
+        step = carrying_step(solver) if method in CARRYING else _without_history(solver)
+    slope_sum = float(MULTISTEP[method].slope_sum) if method in MULTISTEP else None
     where = _find_device(device)
     points = problem.breakpoints
     capacity = max_steps * (len(points) - 1)
     times = problem.observation_times or ()
     observed_pieces = np.array([points.index(t) for t in times], dtype=np.int32)
-    per_step = evaluations(solver)
 
     with jax.enable_x64(True), jax.default_device(where):
         flat = _flatten(problem, jnp.dtype(dtype))
-        sweep = _SWEEPS[adjoint]
+        if stepped:
+            sweep = partial(_SWEEPS[name], **settings)
+        else:
+            sweep = _through_solve(_ADJOINTS[name](**settings))
         compiled = []
 
     def run(mesh, count, observed, pieces, y0, params):
-        return sweep(flat._replace(y0=y0, params=params), solver, mesh, count, observed, pieces)
+        problem = flat._replace(y0=y0, params=params)
+        return sweep(problem, step if stepped else solver, mesh, count, observed, pieces)
 
     def measure(num_steps: int) -> Measurement:
         if not 1 <= num_steps <= max_steps:
@@ -471,7 +557,11 @@ def gradient_function(
             np.concatenate(d_params) if d_params else np.zeros(0),
         )
         adjoints = out.adjoints
-        forward = count * (per_step or 0)
+        intervals = len(points) - 1
+        forward = 0 if step.evaluations is None else intervals * step.evaluations(num_steps)
+        multipliers = None
+        if slope_sum is not None and out.multipliers is not None:
+            multipliers = slope_sum * out.multipliers
         backward = forward if out.evaluations is None else int(np.nan_to_num(out.evaluations))
         return Measurement(
             gradient,
@@ -481,6 +571,8 @@ def gradient_function(
             backward,
             None if out.reversal_error is None else float(out.reversal_error),
             seconds,
+            None if multipliers is None else np.asarray(multipliers, np.float64)[1 : count + 1],
+            _peak_bytes(compiled[0]) if costs else None,
         )
 
     return measure

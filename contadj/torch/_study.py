@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -12,13 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..convergence import Measurement
+from ..adjoints import parse_adjoint
+from ..convergence import CONTINUOUS, DISCRETE, Measurement
+from ..multistep import METHODS as WITH_HISTORY
+from ..multistep import MULTISTEP
 from ..problems import Gradient, GradientProblem
 from ..tableaus import TABLEAUS, get_tableau
-from . import _torchdiffeq, _tree
+from . import _multistep, _torchdiffeq, _tree
 from ._errors import SolveError
 from ._field import StateLayout
 from ._implicit import stepper
+from ._memory import peak_live_bytes
 from ._problems import builtin_problem
 from ._rollout import rollout_adjoint
 from ._solve import ENGINES, solve
@@ -43,18 +49,15 @@ __all__ = [
     "versions",
 ]
 
-_ADJOINTS: dict[str, Adjoint] = {
-    type(adjoint).__name__: adjoint
-    # The study reports the reversal error in its records; a warning would say it twice.
-    for adjoint in (
-        DirectAdjoint(),
-        CheckpointAdjoint(),
-        ReversibleAdjoint(0.999, reversal_tolerance=float("inf")),
-        BacksolveAdjoint(reversal_tolerance=float("inf")),
-        InterpolatingAdjoint(),
-        GaussAdjoint(),
-        ForwardSensitivity(),
-    )
+# The study reports the reversal error in its records; a warning would say it twice.
+_ADJOINTS: dict[str, Callable[..., Adjoint]] = {
+    "DirectAdjoint": DirectAdjoint,
+    "CheckpointAdjoint": CheckpointAdjoint,
+    "ReversibleAdjoint": partial(ReversibleAdjoint, coupling=0.999, reversal_tolerance=math.inf),
+    "BacksolveAdjoint": partial(BacksolveAdjoint, reversal_tolerance=math.inf),
+    "InterpolatingAdjoint": InterpolatingAdjoint,
+    "GaussAdjoint": GaussAdjoint,
+    "ForwardSensitivity": ForwardSensitivity,
 }
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 
@@ -64,7 +67,7 @@ def methods(engine: str | None = None) -> tuple[str, ...]:
     _check("engine", engine or ENGINES[0], ENGINES)
     if engine == "torchdiffeq":
         return tuple(name for name in _torchdiffeq.METHODS if name != "scipy_solver")
-    return tuple(TABLEAUS)
+    return (*TABLEAUS, *WITH_HISTORY)
 
 
 def adjoints() -> tuple[str, ...]:
@@ -134,6 +137,8 @@ class _Tensors:
         self._modules = {}
         self.params = self._own(problem.params, as_tensor, dtype, device)
         self.f = self._own(problem.f, lambda f: f, dtype, device)
+        parts, self._rebuild = _tree.flatten(self.y0)
+        self._shapes = [part.shape for part in parts]
         leaves = [leaf for leaf in _tree.tensors(self.params) if leaf.requires_grad]
         for module in self._modules.values():
             named = sorted(module.named_parameters())
@@ -155,6 +160,32 @@ class _Tensors:
     def field(self, t: Tensor, y: Any) -> Any:
         """f(t, y, p)."""
         return self.f(t, y, self.params)
+
+    def flatten(self, y: Any) -> Tensor:
+        """A state as one vector."""
+        return torch.cat([leaf.reshape(-1) for leaf in _tree.tensors(y)])
+
+    def unflatten(self, flat: Tensor) -> Any:
+        """The inverse of `flatten`."""
+        parts = flat.split([shape.numel() for shape in self._shapes])
+        return self._rebuild([
+            part.reshape(shape) for part, shape in zip(parts, self._shapes, strict=True)
+        ])  # fmt: skip
+
+    def flat_field(self, t: Tensor, y: Tensor) -> Tensor:
+        """f on vectors."""
+        return self.flatten(self.field(t, self.unflatten(y)))
+
+    def flat_cost(self, t: Tensor, y: Tensor) -> Tensor:
+        """The running cost on vectors, (1,)."""
+        assert self.running_cost is not None
+        return self.running_cost(t, self.unflatten(y)).reshape(1)
+
+    def with_cost(self, t: Tensor, z: Tensor) -> Tensor:
+        """The right-hand side of (y, integral of the running cost), if the problem has one."""
+        if self.running_cost is None:
+            return self.flat_field(t, z)
+        return torch.cat([self.flat_field(t, z[:-1]), self.flat_cost(t, z[:-1])])
 
     @property
     def running_cost(self) -> Callable[[Tensor, Any], Tensor] | None:
@@ -184,6 +215,7 @@ def gradient_function(
     dtype: str = "float64",
     device: str = "cpu",
     max_steps: int | None = None,
+    costs: bool = False,
 ) -> Callable[[int], Measurement]:
     """Return a function from the number of steps to one measured gradient.
 
@@ -194,20 +226,25 @@ def gradient_function(
     method : str
         One of `methods(engine)`.
     adjoint : str
-        One of `adjoints()`.
+        One of `adjoints()`, with options where it has some (`contadj.adjoints`); DirectAdjoint or
+        BacksolveAdjoint for a method with a history.
     engine : "contadj" or "torchdiffeq"
     dtype : "float64", "float32", "float16" or "bfloat16"
     device : str
         "cpu", "cuda", "cuda:1", ...
     max_steps : int, optional
         Not needed here; the JAX backend compiles for it.
+    costs : bool
+        Whether to measure what the gradient costs a user: its peak bytes, by computing it once
+        more, and its time after that; then without `adjoint`.
 
     Returns
     -------
     callable
         `measure(num_steps) -> Measurement`, `num_steps` equal steps between neighbouring
         breakpoints of the problem. `adjoint` of the measurement is there for `DirectAdjoint`, by a
-        rollout whose step is one step of the method.
+        rollout whose step is one step of the method; a method with a history starts afresh at the
+        breakpoints.
 
     Raises
     ------
@@ -226,13 +263,16 @@ def gradient_function(
         )
     engine = engine or ENGINES[0]
     _check("method", method, methods(engine))
-    _check("adjoint", adjoint, adjoints())
+    name, settings = parse_adjoint(adjoint)
+    made = _ADJOINTS[name](**settings)
     _check("dtype", dtype, tuple(_DTYPES))
     describe_device(device)
     tensors = _Tensors(problem, _DTYPES[dtype], torch.device(device))
     points = problem.breakpoints
     times = problem.observation_times or ()
     where = [points.index(t) for t in times]
+    if method in WITH_HISTORY:
+        return _with_history(problem, tensors, method, adjoint)
 
     def gradient(mesh: np.ndarray):
         solution = solve(
@@ -241,7 +281,7 @@ def gradient_function(
             torch.tensor(points, dtype=torch.float64),
             method=method,
             options={"mesh": mesh},
-            adjoint=_ADJOINTS[adjoint],
+            adjoint=made,
             params=tensors.leaves,
             engine=engine,
             running_cost=tensors.running_cost,
@@ -262,25 +302,30 @@ def gradient_function(
     def measure(num_steps: int) -> Measurement:
         mesh = problem.mesh(num_steps)
         try:
+            peak = peak_live_bytes(lambda: gradient(mesh), device)[1] if costs else None
             start = time.perf_counter()
             stats, cost, grads = gradient(mesh)
             value = float(cost.detach())
             seconds = time.perf_counter() - start
-            multipliers = None
-            if adjoint == "DirectAdjoint":
+            along = None
+            if adjoint == DISCRETE and not costs:
                 observed = {k * num_steps: i for i, k in enumerate(where)}
-                multipliers = _multipliers(tensors, engine, method, mesh, observed)
+                if engine == "torchdiffeq" and method in _torchdiffeq.CARRYING:
+                    along = _adjoint_of_solve(tensors, method, mesh, points, observed)
+                else:
+                    along = _adjoint_along(tensors, engine, method, mesh, observed)
         except SolveError as error:
             raise FloatingPointError(f"problem {problem.name!r}: {error}") from error
         count = len(_tree.tensors(tensors.y0))
         return Measurement(
             Gradient(value, _flat(grads[:count]), _flat(grads[count:])),
             mesh,
-            multipliers,
+            along,
             stats.f_evaluations_forward,
             stats.f_evaluations_backward,
             stats.reversal_error,
             seconds,
+            peak_bytes=peak,
         )
 
     return measure
@@ -292,14 +337,13 @@ def _flat(tensors: Sequence[Tensor]) -> np.ndarray:
     return torch.cat([x.detach().double().reshape(-1).cpu() for x in tensors]).numpy()
 
 
-def _multipliers(
+def _adjoint_along(
     tensors: _Tensors, engine: str, method: str, mesh: np.ndarray, observed: dict[int, int]
 ) -> np.ndarray:
     """lambda_n = dL/dy_n at every step, (M + 1, n): the adjoint sweep of a rollout of steps."""
     last = len(mesh) - 1
-    y0_leaves, rebuild = _tree.flatten(tensors.y0)
     running_cost = tensors.running_cost
-    take = _one_step(tensors, engine, method, rebuild, [leaf.shape for leaf in y0_leaves])
+    take = _one_step(tensors, engine, method)
 
     def step(n: int, z: Any, a: Tensor, p: Any) -> Any:
         y, paid = z
@@ -320,7 +364,8 @@ def _multipliers(
         cost = observation(last, y)
         return total if cost is None else total + cost
 
-    start = tensors.y0, y0_leaves[0].new_zeros(1 if running_cost is not None else 0)
+    like = _tree.tensors(tensors.y0)[0]
+    start = tensors.y0, like.new_zeros(1 if running_cost is not None else 0)
     result = rollout_adjoint(
         step, start, torch.arange(last), [], stage_cost=stage_cost, terminal_cost=terminal_cost
     )
@@ -328,45 +373,126 @@ def _multipliers(
     return torch.cat([x.double().reshape(last + 1, -1).cpu() for x in leaves], 1).numpy()
 
 
-def _one_step(tensors: _Tensors, engine: str, method: str, rebuild: Callable, shapes: list):
+def _adjoint_of_solve(
+    tensors: _Tensors,
+    method: str,
+    mesh: np.ndarray,
+    points: Sequence[float],
+    observed: dict[int, int],
+) -> np.ndarray:
+    """lambda_n at every step of one solve by torchdiffeq, what its steps carry held fixed."""
+    z0 = tensors.flatten(tensors.y0)
+    size = z0.numel()
+    if tensors.running_cost is not None:
+        z0 = torch.cat([z0, z0.new_zeros(1)])
+    states: list[Tensor] = []
+
+    def f(t: Tensor, z: Tensor) -> Tensor:
+        return tensors.with_cost(t, z)
+
+    f.callback_step = lambda t, z, dt: states.append(z)  # type: ignore[attr-defined]
+    ends = _torchdiffeq.integrate(
+        f, z0, torch.tensor(points, dtype=torch.float64), method, {"rtol": 1e-7, "atol": 1e-9},
+        {"mesh": mesh},
+    )  # fmt: skip
+    cost = ends[-1, size:].sum() + tensors.end(tensors.unflatten(ends[-1, :size]))
+    for n, i in observed.items():
+        y = tensors.unflatten(ends[points.index(mesh[n]), :size])
+        cost = cost + tensors.observation(i, float(mesh[n]), y)
+    *along, last = torch.autograd.grad(cost, [*states, ends])
+    rows = torch.stack([*along, last[-1]])[:, :size]
+    return rows.detach().double().cpu().numpy()
+
+
+def _one_step(tensors: _Tensors, engine: str, method: str):
     """One step of a method, started afresh, as a function (t, t_next, y) -> (y, cost)."""
-    cost = tensors.running_cost
-    sizes = [shape.numel() for shape in shapes]
-
-    def flatten(y: Any) -> Tensor:
-        return torch.cat([leaf.reshape(-1) for leaf in _tree.tensors(y)])
-
-    def unflatten(y: Tensor) -> Any:
-        parts = y.split(sizes)
-        return rebuild([part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)])
-
-    def f(t: Tensor, y: Tensor) -> Tensor:
-        return flatten(tensors.field(t, unflatten(y)))
-
-    def c(t: Tensor, y: Tensor) -> Tensor:
-        assert cost is not None
-        return cost(t, unflatten(y)).reshape(1)
+    without = tensors.running_cost is None
 
     if engine == "contadj":
-        method_step = stepper(get_tableau(method), None, StateLayout(flatten(tensors.y0)))
+        layout = StateLayout(tensors.flatten(tensors.y0))
+        method_step = stepper(get_tableau(method), None, layout)
 
         def take(t: float, t_next: float, y: Any):
-            step = method_step.take(f, t, t_next, flatten(y))
-            paid = None if cost is None else method_step.quadrature(c, step)
-            return unflatten(step.y_next), paid
+            step = method_step.take(tensors.flat_field, t, t_next, tensors.flatten(y))
+            paid = None if without else method_step.quadrature(tensors.flat_cost, step)
+            return tensors.unflatten(step.y_next), paid
 
         return take
 
-    def with_cost(t: Tensor, z: Tensor) -> Tensor:
-        return f(t, z) if cost is None else torch.cat([f(t, z[:-1]), c(t, z[:-1])])
-
     def take_torchdiffeq(t: float, t_next: float, y: Any):
-        flat = flatten(y)
-        z = flat if cost is None else torch.cat([flat, flat.new_zeros(1)])
+        flat = tensors.flatten(y)
+        z = flat if without else torch.cat([flat, flat.new_zeros(1)])
         ends = torch.tensor([t, t_next], dtype=torch.float64)
         end = _torchdiffeq.integrate(
-            with_cost, z, ends, method, {"rtol": 1e-7, "atol": 1e-9}, {"num_steps": 1}
+            tensors.with_cost, z, ends, method, {"rtol": 1e-7, "atol": 1e-9}, {"num_steps": 1}
         )[-1]
-        return (unflatten(end), None) if cost is None else (unflatten(end[:-1]), end[-1:])
+        if without:
+            return tensors.unflatten(end), None
+        return tensors.unflatten(end[:-1]), end[-1:]
 
     return take_torchdiffeq
+
+
+def _with_history(
+    problem: GradientProblem, tensors: _Tensors, method: str, adjoint: str
+) -> Callable[[int], Measurement]:
+    """The function from the number of steps to a gradient, for a method with a history."""
+    if adjoint not in (DISCRETE, CONTINUOUS):
+        raise ValueError(
+            f"`adjoint` must be {DISCRETE} or {CONTINUOUS} with `method` {method}, whose steps use "
+            f"more than one state; got {adjoint!r}"
+        )
+    y0 = tensors.flatten(tensors.y0).detach()
+    size = y0.numel()
+    step = _multistep.history_step(method)
+    slope_sum = float(MULTISTEP[method].slope_sum) if method in MULTISTEP else None
+    times = problem.observation_times or ()
+    where = [problem.breakpoints.index(t) for t in times]
+
+    def measure(num_steps: int) -> Measurement:
+        mesh = problem.mesh(num_steps)
+        intervals = [mesh[i : i + num_steps + 1] for i in range(0, len(mesh) - 1, num_steps)]
+        evaluations = [0]
+
+        def f(t: Tensor, z: Tensor) -> Tensor:
+            evaluations[-1] += 1
+            return tensors.with_cost(t, z)
+
+        def cost(zs: Sequence[Tensor]) -> Tensor:
+            evaluations.append(0)
+            finite = torch.isfinite(torch.stack(list(zs))).all(1).tolist()
+            if not all(finite):
+                n = finite.index(False)
+                raise FloatingPointError(
+                    f"problem {problem.name!r}: the state is not finite at t = {mesh[n]:.17g}, "
+                    f"after step {n} of {len(mesh) - 1}; take more steps, or mend `f` there"
+                )
+            total = zs[-1][size:].sum() + tensors.end(tensors.unflatten(zs[-1][:size]))
+            for i, (t, k) in enumerate(zip(times, where, strict=True)):
+                y = tensors.unflatten(zs[k * num_steps][:size])
+                total = total + tensors.observation(i, t, y)
+            return total
+
+        start = time.perf_counter()
+        z0 = y0 if tensors.running_cost is None else torch.cat([y0, y0.new_zeros(1)])
+        given = step, f, z0, intervals, cost, tensors.leaves
+        try:
+            if adjoint == DISCRETE:
+                sweep = _multistep.direct(*given)
+            else:
+                sweep = _multistep.backsolve(*given, size)
+        except SolveError as error:
+            raise FloatingPointError(f"problem {problem.name!r}: {error}") from error
+        adjoints = sweep.adjoints[:, :size].double().cpu().numpy()
+        gradient = Gradient(float(sweep.cost), adjoints[0], _flat(sweep.params))
+        seconds = time.perf_counter() - start
+        multipliers = None
+        if sweep.multipliers is not None and slope_sum is not None:
+            multipliers = slope_sum * sweep.multipliers[:, :size].double().cpu().numpy()
+        along = adjoints if adjoint == DISCRETE else None
+        forward, backward = evaluations
+        return Measurement(
+            gradient, mesh, along, forward, backward, sweep.reversal_error, seconds, multipliers
+        )
+
+    return measure

@@ -19,7 +19,7 @@ from contadj.jax._study import (
 from contadj.orders import expected_order
 from contadj.problems import BUILT_IN
 
-METHODS = [name for name in methods("diffrax") if TABLEAUS[name].explicit]
+METHODS = [name for name in methods("diffrax") if name in TABLEAUS and TABLEAUS[name].explicit]
 SWEPT = ("DirectAdjoint", "BacksolveAdjoint")  # with lambda at every step
 # The finest pair above round-off, (64, 128) where not said otherwise. Where leading terms
 # nearly cancel, the order shows further out.
