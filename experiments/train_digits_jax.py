@@ -14,22 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _training_jax import (
-    Cost,
-    Trainer,
-    adjoint_of,
-    compare,
-    console,
-    parser,
-    start,
-    with_parameters,
-)
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
+from _digits import BATCH, batches, digits
+from _training import console
+from _training_jax import Trainer, adjoint_of, compare, cost_of, parser, start
 
 import contadj.jax as cj
-
-BATCH = 96
 
 
 class ConvolutionalField(eqx.Module):
@@ -82,32 +71,12 @@ def loss(model: Classifier, images, labels):
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(model(images), labels))
 
 
-def digits() -> list[np.ndarray]:
-    """Images to train on and images held out, labels to train on and labels held out."""
-    images, labels = load_digits(return_X_y=True)
-    train, held, *rest = train_test_split(
-        images, labels, test_size=0.2, stratify=labels, random_state=0
-    )
-    scaled = [(x.astype(np.float32) / 8 - 1).reshape(-1, 1, 8, 8) for x in (train, held)]
-    return [*scaled, *rest]
-
-
-def shifted(images: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Each image moved by up to one pixel in both directions."""
-    padded = np.pad(images, ((0, 0), (0, 0), (1, 1), (1, 1)), constant_values=-1.0)
-    rows, columns = generator.integers(3, size=(2, len(images), 1)) + np.arange(8)
-    each = np.arange(len(images))[:, None, None]
-    return padded[each, 0, rows[:, :, None], columns[:, None, :]][:, None]
-
-
 def main() -> None:
     options = parser(__doc__.partition("\n")[0], "out/digits_jax", epochs=40, num_steps=2)
     options.add_argument("--channels", type=int, default=24)
     options.add_argument("--limit", type=int, help="train on this many images only")
     arguments = start(options)
-    images, held_images, labels, held_labels = digits()
-    if arguments.limit is not None:
-        images, labels = images[: arguments.limit], labels[: arguments.limit]
+    images, labels, held_images, held_labels = digits(arguments.limit)
     size = min(BATCH, len(images))  # whole batches only: one shape, one compilation
     first = jnp.asarray(images[:size]), jnp.asarray(labels[:size])
 
@@ -115,12 +84,9 @@ def main() -> None:
         key = jax.random.key(arguments.seed)
         return Classifier(adjoint, num_steps, arguments.channels, key), loss, first
 
-    def batches(epoch: int):
-        # What is random in an epoch follows from seed and epoch, so a resumed run repeats it.
-        generator = np.random.default_rng((arguments.seed, epoch))
-        order = generator.permutation(len(images))
-        for part in order[: len(order) // size * size].reshape(-1, size):
-            yield jnp.asarray(shifted(images[part], generator)), jnp.asarray(labels[part])
+    def batches_of(epoch: int):
+        for batch in batches(images, labels, arguments.seed, epoch):
+            yield tuple(map(jnp.asarray, batch))
 
     @eqx.filter_jit
     def predict(model, images):
@@ -131,7 +97,8 @@ def main() -> None:
 
     model, *_ = build(adjoint_of(arguments.adjoint), arguments.num_steps)
     trainer = Trainer(
-        model, loss, batches, accuracy, "held-out accuracy", rate=5e-3, weight_decay=0.02,
+        model=model, loss=loss, batches=batches_of, held_out=accuracy, metric="held-out accuracy",
+        rate=5e-3, weight_decay=0.02,
         steps_per_epoch=len(images) // size, out=arguments.out, epochs=arguments.epochs,
         settings={
             "seed": arguments.seed, "adjoint": arguments.adjoint, "num_steps": arguments.num_steps,
@@ -141,22 +108,17 @@ def main() -> None:
     if arguments.resume:
         trainer.load()
     if arguments.compare:
-
-        def trained(adjoint, num_steps: int):
-            built, *rest = build(adjoint, num_steps)
-            return with_parameters(built, trainer.model), *rest
-
-        compare(trained, arguments.num_steps)
+        compare(build, trainer.model, arguments.num_steps)
         return
-    cost = Cost.of(model, loss, first)
+    cost = cost_of(model, loss, first)
     trainer.fit(arguments.stop_after)
     console.print(f"loss curve: {trainer.draw()}")
     console.print(
         f"held-out accuracy: {100 * accuracy(trainer.model):.2f} % of {len(held_labels)} images"
     )
     console.print(
-        f"{arguments.adjoint}: {cost.temporary / 2**20:.2f} MiB of temporaries, "
-        f"{1e3 * cost.seconds:.1f} ms per gradient, {cost.compilation:.1f} s to compile"
+        f"{arguments.adjoint}: {cost.bytes / 2**20:.2f} MiB of temporaries, "
+        f"{1e3 * cost.seconds:.1f} ms per gradient, {cost.count:.1f} s to compile"
     )
 
 

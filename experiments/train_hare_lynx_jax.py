@@ -16,26 +16,12 @@ from __future__ import annotations
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
-from _training_jax import (
-    Cost,
-    Trainer,
-    adjoint_of,
-    compare,
-    console,
-    parser,
-    start,
-    with_parameters,
-)
+from _hare_lynx import FINE, LOG_PELTS, PENALTY, YEARS, draw, log_error, report
+from _training import console
+from _training_jax import Trainer, adjoint_of, compare, cost_of, parser, start
 
 import contadj.jax as cj
-from contadj.problems import problem_data
-
-DATA = problem_data("hare_lynx")
-YEARS = np.array(DATA.observation_times)
-LOG_PELTS = np.array(DATA.constants["log_pelts"])
-PENALTY = 1e-2  # on the squared correction, so that it explains what the rates cannot
 
 
 class CorrectedLotkaVolterra(eqx.Module):
@@ -94,21 +80,6 @@ def loss(model: Populations, years, targets):
     return jnp.mean((states - targets) ** 2) + PENALTY * size
 
 
-def draw(model: Populations, train_years: int, path) -> None:
-    """Draw counts and forecast."""
-    fine = np.linspace(YEARS[0], YEARS[-1], 201)
-    curves = np.exp(model(jnp.asarray(fine)))
-    figure, axis = plt.subplots(figsize=(6, 3.5), layout="constrained")
-    for species, (name, color) in enumerate((("hare", "tab:blue"), ("lynx", "tab:red"))):
-        axis.plot(1900 + fine, curves[:, species], color=color, label=name)
-        axis.plot(1900 + YEARS, np.exp(LOG_PELTS[:, species]), "o", color=color, markersize=4)
-    axis.axvspan(1899.5 + train_years, 1920.5, color="0.9", label="held out")
-    axis.set(xlabel="year", ylabel="pelts (thousands)", yscale="log")
-    axis.legend(ncols=3)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
 def main() -> None:
     jax.config.update("jax_enable_x64", True)
     options = parser(__doc__.partition("\n")[0], "out/hare_lynx_jax", epochs=300, num_steps=4)
@@ -128,15 +99,16 @@ def main() -> None:
     model, _, _ = build(adjoint_of(arguments.adjoint), arguments.num_steps)
 
     @eqx.filter_jit
-    def forecast(model):
-        return model(jnp.asarray(YEARS))
+    def states(model, years):
+        return model(years)
 
-    def errors(model, part: slice) -> float:
-        return float(np.sqrt(np.mean((np.asarray(forecast(model)) - LOG_PELTS)[part] ** 2)))
+    def forecast(model, years=YEARS) -> np.ndarray:
+        return np.asarray(states(model, jnp.asarray(years)))
 
     trainer = Trainer(
-        model, loss, lambda epoch: [batch], lambda model: errors(model, slice(seen, None)),
-        "held-out RMS log error", rate=0.02, steps_per_epoch=1, out=arguments.out,
+        model=model, loss=loss, batches=lambda epoch: [batch],
+        held_out=lambda model: log_error(forecast(model), slice(seen, None)),
+        metric="held-out RMS log error", rate=0.02, steps_per_epoch=1, out=arguments.out,
         epochs=arguments.epochs, evaluate_every=25,
         settings={
             "seed": arguments.seed, "adjoint": arguments.adjoint, "num_steps": arguments.num_steps,
@@ -146,29 +118,16 @@ def main() -> None:
     if arguments.resume:
         trainer.load()
     if arguments.compare:
-
-        def trained(adjoint, num_steps: int):
-            built, *rest = build(adjoint, num_steps)
-            return with_parameters(built, trainer.model), *rest
-
-        compare(trained, arguments.num_steps)
+        compare(build, trainer.model, arguments.num_steps)
         return
-    cost = Cost.of(model, loss, batch)
+    cost = cost_of(model, loss, batch)
     trainer.fit(arguments.stop_after)
     console.print(f"loss curve: {trainer.draw()}")
-    draw(trainer.model, seen, arguments.out / "forecast.png")
+    draw(forecast(trainer.model, FINE), seen, arguments.out / "forecast.png")
+    report(forecast(trainer.model), seen)
     console.print(
-        f"RMS log error on the {seen} years seen: {errors(trainer.model, slice(seen)):.3f}"
-    )
-    held = errors(trainer.model, slice(seen, None))
-    console.print(f"RMS log error on the {len(YEARS) - seen} years held out: {held:.3f}")
-    if seen >= 10:
-        # The counts of a decade before: the cycle is about that long.
-        decade = LOG_PELTS[seen:] - LOG_PELTS[seen - 10 : len(YEARS) - 10]
-        console.print(f"  the counts of ten years before: {np.sqrt(np.mean(decade**2)):.3f}")
-    console.print(
-        f"{arguments.adjoint}: {cost.temporary / 1024:.0f} KiB of temporaries, "
-        f"{1e3 * cost.seconds:.2f} ms per gradient, {cost.compilation:.1f} s to compile"
+        f"{arguments.adjoint}: {cost.bytes / 1024:.0f} KiB of temporaries, "
+        f"{1e3 * cost.seconds:.2f} ms per gradient, {cost.count:.1f} s to compile"
     )
 
 

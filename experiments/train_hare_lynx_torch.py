@@ -13,18 +13,14 @@ network out. Writes checkpoint.pt, loss.png and forecast.png.
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
+import numpy as np
 import torch
-from _training import Cost, Trainer, adjoint_of, compare, console, parser, start
+from _hare_lynx import FINE, LOG_PELTS, PENALTY, YEARS, draw, log_error, report
+from _training import console
+from _training_torch import Trainer, adjoint_of, compare, cost_of, parser, start
 from torch import Tensor, nn
 
 import contadj.torch as ct
-from contadj.problems import problem_data
-
-DATA = problem_data("hare_lynx")
-YEARS = torch.tensor(DATA.observation_times, dtype=torch.float64)
-LOG_PELTS = torch.tensor(DATA.constants["log_pelts"])
-PENALTY = 1e-2  # on the squared correction, so that it explains what the rates cannot
 
 
 class CorrectedLotkaVolterra(nn.Module):
@@ -71,22 +67,6 @@ class Populations(nn.Module):
         return self.solve(self.start, years)
 
 
-def draw(model: Populations, train_years: int, path) -> None:
-    """Draw counts and forecast."""
-    with torch.no_grad():
-        fine = torch.linspace(float(YEARS[0]), float(YEARS[-1]), 201, dtype=torch.float64)
-        curves = model(fine).exp().cpu()
-    figure, axis = plt.subplots(figsize=(6, 3.5), layout="constrained")
-    for species, (name, color) in enumerate((("hare", "tab:blue"), ("lynx", "tab:red"))):
-        axis.plot(1900 + fine, curves[:, species], color=color, label=name)
-        axis.plot(1900 + YEARS, LOG_PELTS[:, species].exp(), "o", color=color, markersize=4)
-    axis.axvspan(1899.5 + train_years, 1920.5, color="0.9", label="held out")
-    axis.set(xlabel="year", ylabel="pelts (thousands)", yscale="log")
-    axis.legend(ncols=3)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
 def main() -> None:
     options = parser(__doc__.partition("\n")[0], "out/hare_lynx", epochs=300, num_steps=4)
     options.add_argument("--train-years", type=int, default=16)
@@ -96,29 +76,32 @@ def main() -> None:
         options.error(f"--train-years: expected 2 to {len(YEARS) - 1}")
     torch.set_default_dtype(torch.float64)
     seen = arguments.train_years
-    targets = LOG_PELTS.to(arguments.device)
+    years = torch.from_numpy(YEARS[:seen])
+    targets = torch.from_numpy(LOG_PELTS[:seen]).to(arguments.device)
 
     def build(adjoint: ct.Adjoint, num_steps: int):
         torch.manual_seed(arguments.seed)
-        model = Populations(targets[:seen], arguments.hidden, adjoint, num_steps)
+        model = Populations(targets, arguments.hidden, adjoint, num_steps)
         model.to(arguments.device)
 
         def loss() -> Tensor:
-            states = model(YEARS[:seen])
+            states = model(years)
             size = model.solve.func.correction(states).square().mean()
-            return (states - targets[:seen]).square().mean() + PENALTY * size
+            return (states - targets).square().mean() + PENALTY * size
 
         return model, model.solve, loss
 
     model, block, loss = build(adjoint_of(arguments.adjoint), arguments.num_steps)
 
-    def errors(part: slice) -> float:
+    def forecast(years=YEARS) -> np.ndarray:
         with torch.no_grad():
-            return float((model(YEARS) - targets)[part].square().mean().sqrt())
+            return np.asarray(model(torch.from_numpy(years)).cpu())
 
     trainer = Trainer(
-        model, lambda epoch: [loss], lambda: errors(slice(seen, None)), "held-out RMS log error",
-        rate=0.02, out=arguments.out, epochs=arguments.epochs, evaluate_every=25,
+        model=model, losses=lambda epoch: [loss],
+        held_out=lambda: log_error(forecast(), slice(seen, None)),
+        metric="held-out RMS log error", rate=0.02, out=arguments.out, epochs=arguments.epochs,
+        evaluate_every=25,
         settings={
             "seed": arguments.seed, "adjoint": arguments.adjoint, "num_steps": arguments.num_steps,
             "train_years": seen, "hidden": arguments.hidden,
@@ -127,30 +110,16 @@ def main() -> None:
     if arguments.resume:
         trainer.load()
     if arguments.compare:
-        state = model.state_dict()
-
-        def trained(adjoint: ct.Adjoint, num_steps: int):
-            built = build(adjoint, num_steps)
-            built[0].load_state_dict(state)
-            return built
-
-        compare(trained, arguments.num_steps)
+        compare(build, model, arguments.num_steps)
         return
-    cost = Cost.of(model, block, loss)
+    cost = cost_of(model, block, loss)
     trainer.fit(arguments.stop_after)
     console.print(f"loss curve: {trainer.draw()}")
-    draw(model, seen, arguments.out / "forecast.png")
-    # The counts of a decade before: the cycle is about that long.
-    decade = targets[seen:] - targets[seen - 10 : len(YEARS) - 10] if seen >= 10 else None
-    console.print(f"RMS log error on the {seen} years seen: {errors(slice(0, seen)):.3f}")
+    draw(forecast(FINE), seen, arguments.out / "forecast.png")
+    report(forecast(), seen)
     console.print(
-        f"RMS log error on the {len(YEARS) - seen} years held out: {errors(slice(seen, None)):.3f}"
-    )
-    if decade is not None:
-        console.print(f"  the counts of ten years before: {decade.square().mean().sqrt():.3f}")
-    console.print(
-        f"{arguments.adjoint}: peak {cost.live / 1024:.0f} KiB live, "
-        f"{1e3 * cost.seconds:.1f} ms and {cost.evaluations} f evaluations per gradient"
+        f"{arguments.adjoint}: peak {cost.bytes / 1024:.0f} KiB live, "
+        f"{1e3 * cost.seconds:.1f} ms and {cost.count} f evaluations per gradient"
     )
 
 
