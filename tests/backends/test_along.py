@@ -1,0 +1,54 @@
+"""The adjoint along the way: its reference and its errors, held against SciPy's adjoint ODE."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from scipy.integrate import solve_ivp
+
+from contadj.studies import load_module
+
+along = load_module("along")
+B, G, K, T = 0.3, 0.8, 2.0, 3.0  # the driven pendulum
+
+
+@cache
+def exact():
+    """lambda(t) of the driven pendulum as a dense solution, by SciPy alone."""
+
+    def field(t, y):
+        return [y[1], -B * y[1] - K * np.sin(y[0]) + G * np.cos(2 * t)]
+
+    def backward(t, z):
+        x, v, p, q = z
+        return [*field(t, [x, v]), K * np.cos(x) * q, -p + B * q]
+
+    tight = {"method": "DOP853", "rtol": 1e-12, "atol": 1e-13}
+    x, v = solve_ivp(field, (0, T), [1.0, 0.5], **tight).y[:, -1]
+    end = [x, v, 2 * (x - 0.2), v]
+    return solve_ivp(backward, (T, 0), end, dense_output=True, **tight).sol
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_the_reference_is_the_solution_of_the_adjoint_ode(framework):
+    gradient, fine = along.reference("driven", framework)
+    want = exact()(np.linspace(0, T, along.REFERENCE_STEPS + 1))[2:].T
+    np.testing.assert_allclose(fine, want, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(gradient[:2], want[0], rtol=0, atol=1e-9)
+
+
+def test_traces_and_errors_are_those_of_the_cell():
+    cell = {"problem": "driven", "framework": "torch", "method": "bdf2", "num_steps": 32,
+            "max_steps": 32, "trace": 6}  # fmt: skip
+    found = along.measure(cell)
+    times = np.linspace(0, T, 33)
+    want = exact()(times)[2:].T
+    scale = np.linalg.norm(want, axis=1).max()
+    ends = [*range(6), *range(27, 33)]
+    np.testing.assert_allclose(found["trace_t"], times[ends], atol=1e-15)
+    np.testing.assert_allclose(found["trace_exact"], want[ends, 0] / scale, atol=1e-9)
+    # lambda_n of BDF2 tends to 3/2 lambda in the interior; the multiplier to lambda.
+    assert found["trace_adjoint"][3] / found["trace_exact"][3] == pytest.approx(1.5, abs=0.03)
+    assert found["trace_multiplier"][3] / found["trace_exact"][3] == pytest.approx(1, abs=0.02)
+    assert 0.4 < found["adjoint"] < 0.6 and found["multiplier_interior"] < 0.03
+    assert found["multiplier"] > 0.2
