@@ -298,11 +298,12 @@ from contadj.jax import BacksolveAdjoint, CheckpointAdjoint
 assert len(jax.devices()) == 8
 mesh = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
 
-def loss(w, y0, adjoint):
+def loss(w, y0, adjoint, **more):
     def f(t, y, w):
         return jnp.tanh(y @ w)
     sol = diffrax.diffeqsolve(
-        diffrax.ODETerm(f), diffrax.Heun(), 0.0, 1.0, 0.1, y0, w, adjoint=adjoint, max_steps=16
+        diffrax.ODETerm(f), diffrax.Heun(), 0.0, 1.0, 0.1, y0, w,
+        adjoint=adjoint, max_steps=16, **more,
     )
     return jnp.sum(sol.ys**2)
 
@@ -313,8 +314,18 @@ for adjoint in (CheckpointAdjoint(), BacksolveAdjoint()):
     gradient = jax.jit(jax.grad(lambda w, y0: loss(w, y0, adjoint), argnums=(0, 1)))
     one, eight = gradient(w, y0), gradient(w, spread)
     assert len(eight[1].sharding.device_set) == 8
-    for a, b in zip(one, eight):
-        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+    def share(w, y0):
+        d_w, d_y0 = jax.grad(lambda w, y0: loss(w, y0, adjoint, throw=False), argnums=(0, 1))(w, y0)
+        return jax.lax.psum(d_w, "batch"), d_y0
+
+    whole, part = PartitionSpec(), PartitionSpec("batch")
+    mapped = jax.jit(jax.shard_map(
+        share, mesh=mesh, in_specs=(whole, part), out_specs=(whole, part), check_vma=False
+    ))(w, spread)
+    for got in (eight, mapped):
+        for a, b in zip(one, got):
+            np.testing.assert_allclose(a, b, rtol=1e-12)
 """
 
 
