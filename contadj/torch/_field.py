@@ -428,8 +428,9 @@ def inside_transform() -> bool:
 def same_context(autocast: dict[str, tuple[bool, torch.dtype]], buffers: Sequence[Tensor]):
     """Evaluate f under the autocast state of the forward pass, and leave buffers as they were."""
     with contextlib.ExitStack() as stack:
-        for device_type, (enabled, dtype) in autocast.items():
-            stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled))
+        for kind, state in autocast.items():
+            if state != _autocast(kind):
+                stack.enter_context(torch.autocast(kind, enabled=state[0], dtype=state[1]))
         saved = [buffer.clone() for buffer in buffers]
         try:
             yield
@@ -441,7 +442,8 @@ def same_context(autocast: dict[str, tuple[bool, torch.dtype]], buffers: Sequenc
 
 def autocast_state(device: torch.device) -> dict[str, tuple[bool, torch.dtype]]:
     """The autocast settings that f sees now."""
-    kinds = {device.type, "cpu"}
-    return {
-        kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
-    }
+    return {kind: _autocast(kind) for kind in {device.type, "cpu"}}
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

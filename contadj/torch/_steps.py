@@ -10,17 +10,20 @@ gradient with respect to time is asked for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from ..tableaus import Tableau
 
 VectorField = Callable[[Tensor, Tensor], Tensor]
+Times = NDArray[np.float64]
 Row = tuple[tuple[int, float], ...]
 
 
@@ -40,6 +43,13 @@ def combine(y: Tensor, h: float | Tensor, row: Row, ks: Sequence[Tensor]) -> Ten
     return y
 
 
+@cache
+def _weights(tableau: Tableau) -> tuple[list[Row], Row, Row | None]:
+    """The nonzero weights of the stages, of the solution and of its error."""
+    error = None if tableau.embedded is None else nonzero(tableau.b - tableau.embedded)
+    return [nonzero(row) for row in tableau.a], nonzero(tableau.b), error
+
+
 @dataclass(slots=True)
 class Step:
     """One accepted step from (t, y) to (t_next, y_next).
@@ -47,7 +57,8 @@ class Step:
     `slopes` are the values of f at the stages, `stages` the stage states Y_i and `times` the stage
     times. `t` and `t_next` are Python floats, or scalar tensors where a gradient with respect to
     time is asked for. `next_size` is what error control proposes for the step after it,
-    `error` the error estimate where it is known already.
+    `error_norm` the norm of the error where it is known already. A step computed together with
+    others may have what its dense output takes in `block` (steps, 1 + slopes, *state), at `place`.
     """
 
     t: float | Tensor
@@ -58,12 +69,20 @@ class Step:
     stages: list[Tensor]
     times: Tensor | Sequence[Tensor]
     next_size: float = 0.0
-    error: Tensor | None = None
+    error_norm: float | None = None
+    block: Tensor | None = None
+    place: int = 0
 
     @property
     def state(self) -> Tensor:
         """The state that is observed."""
         return self.y
+
+    def tries(self, t: float, t_next: float, stop: float, spacing: float) -> bool:
+        """Whether it is the step from t to t_next, up to the rounding of its size."""
+        if self.t != t or (self.t_next == stop) != (t_next == stop):
+            return False
+        return abs(t_next - self.t_next) <= spacing  # type: ignore[operator]
 
     def release(self) -> None:
         """Let go of y and the stages, so that they do not lie beside those of the next step."""
@@ -118,10 +137,8 @@ class RungeKutta:
         self._check(tableau)
         self.tableau = tableau
         self.nodes = tableau.c
-        self._rows = [nonzero(row) for row in tableau.a]
-        self._b = nonzero(tableau.b)
+        self._rows, self._b, self._error = _weights(tableau)
         self.fsal = tableau.first_same_as_last
-        self._error = None if tableau.embedded is None else nonzero(tableau.b - tableau.embedded)
         # An interpolant one order below the method's is the convention; below that, an observation
         # inside a step is reached by a shortened step of the method itself.
         interpolant, order = tableau.interpolant, tableau.interpolant_order
@@ -222,8 +239,6 @@ class RungeKutta:
 
     def error(self, step: Step) -> Tensor:
         """Difference between the solution and the embedded one."""
-        if step.error is not None:
-            return step.error
         assert self._error is not None
         return combine(torch.zeros_like(step.y), step.h, self._error, step.slopes)
 
@@ -253,16 +268,60 @@ class RungeKutta:
             return torch.stack([self.evaluate(f, step, time) for time in t])
         self.complete(f, step)
         assert not isinstance(step.t, Tensor) and not isinstance(step.t_next, Tensor)
-        weights = self.dense_weights(step.t, step.t_next, t, step.y)
+        weights = torch.as_tensor(
+            self.dense_weights(step.t, step.t_next, t), dtype=step.y.dtype, device=step.y.device
+        )
         slopes = torch.stack(step.slopes[: self._interpolant_stages])
         return step.y + torch.tensordot(weights, slopes, dims=1)
 
-    def dense_weights(self, start: float, end: float, t: Sequence[float], y: Tensor) -> Tensor:
-        """Weights w with y(t_j) = y_n + sum_i w_ji k_i inside a step, (len(t), slopes)."""
-        h = end - start
-        x = (np.asarray(t) - start) / h
+    def dense_weights(self, start: ArrayLike, end: ArrayLike, t: ArrayLike) -> np.ndarray:
+        """Weights w with y(t_j) = y_n + sum_i w_ji k_i inside the step of t_j, (len(t), slopes)."""
+        h = np.subtract(end, start)
+        x = np.subtract(t, start) / h
         powers = x[:, None] ** np.arange(1, self._interpolant.shape[1] + 1)
-        return torch.as_tensor(h * powers @ self._interpolant.T, dtype=y.dtype, device=y.device)
+        return np.reshape(h, (-1, 1)) * (powers @ self._interpolant.T)
+
+    def observation_weights(
+        self, starts: Times, ends: Times, t: Times, places: NDArray[np.int64], count: int
+    ) -> Times:
+        """Weights of y and of the slopes of `count` steps in y(t_j), (len(t), count, 1 + slopes).
+
+        starts, ends and places, (len(t),), are those of the step of each t_j.
+        """
+        weights = np.zeros(
+            (len(t), count, 1 + max(self.tableau.evaluations + 1, self._interpolant_stages))
+        )
+        rows = np.arange(len(t))
+        weights[rows, places, 0] = 1.0
+        weights[rows, places, 1 : 1 + self._interpolant_stages] = self.dense_weights(
+            starts, ends, t
+        )
+        return weights
+
+    def attempts(
+        self,
+        f: VectorField,
+        control: StepControl,
+        attempt: Attempt,
+        y: Tensor,
+        first: Tensor | None,
+    ) -> Iterator[Step]:
+        """The step that is tried from y, and maybe what would be tried after it."""
+        yield self.take(f, attempt.t, attempt.t_next, y, first=first, last=True)
+
+    def begin(
+        self,
+        f: VectorField,
+        control: StepControl,
+        t: float,
+        stop: float,
+        y: Tensor,
+        slope: Tensor,
+    ) -> tuple[float, Iterator[Step]]:
+        """The size of the first step, and maybe the attempts that follow; `slope` is f(t, y)."""
+        ends = torch.tensor([t, stop], dtype=torch.float64, device=y.device)
+        size = first_size(control, self.tableau.order, f, ends[0], ends[1], y, slope)
+        return float(size), iter(())
 
     def start_slope(self, f: VectorField, step: Step) -> Tensor:
         """f at the start of a step."""
@@ -329,22 +388,48 @@ class StageError(StepError):
     """The equations of a step that were not solved; a smaller step may do."""
 
 
-def first_step(
-    control: StepControl, order: int, f: VectorField, t: float, t1: float, y: Tensor, f0: Tensor
-) -> float:
+def first_size(
+    control: StepControl, order: int, f: VectorField, t: Tensor, t1: Tensor, y: Tensor, f0: Tensor
+) -> Tensor:
     """The size of the first step (Hairer, Norsett & Wanner I, II.4), at most the interval's."""
-    span = abs(t1 - t)
-    d0, d1 = torch.stack(
-        [control.scaled_norm(y, y).double(), control.scaled_norm(f0, y).double()]
-    ).tolist()
-    h0 = 1e-6 if d0 < 1e-5 or d1 < 1e-5 else 0.01 * d0 / d1
-    h0 = min(h0, span)
-    direction = 1.0 if t1 > t else -1.0
-    f1 = f(time_like(t + direction * h0, y), torch.add(y, f0, alpha=direction * h0))
-    d2 = float(control.scaled_norm(f1 - f0, y)) / h0
-    slope = max(d1, d2)
-    h1 = max(1e-6, h0 * 1e-3) if not slope > 1e-15 else (0.01 / slope) ** (1.0 / (order + 1))
-    return min(100.0 * h0, h1, span)
+    span = (t1 - t).abs()
+    d0, d1 = control.scaled_norm(y, y).double(), control.scaled_norm(f0, y).double()
+    tiny = (d0 < 1e-5) | (d1 < 1e-5)
+    h0 = torch.minimum(torch.where(tiny, 1e-6, 0.01 * d0 / d1), span)
+    ahead = torch.sign(t1 - t) * h0
+    f1 = f((t + ahead).to(real_dtype(y)), y + ahead.to(real_dtype(y)) * f0)
+    d2 = control.scaled_norm(f1 - f0, y).double() / h0
+    slope = torch.maximum(d1, d2)
+    h1 = torch.where(
+        slope > 1e-15, (0.01 / slope) ** (1.0 / (order + 1)), (1e-3 * h0).clamp(min=1e-6)
+    )
+    return torch.minimum(torch.minimum(100.0 * h0, h1), span)
+
+
+@dataclass(slots=True)
+class Attempt:
+    """What decides the size of an adaptive step that is about to be tried, and of the next ones.
+
+    Parameters
+    ----------
+    t, t_next : float
+        Ends of the step.
+    size : float
+        The size that was planned, before the step was fitted to `stop`.
+    stop : float
+        The time at which a step must end next.
+    error_before : float
+        Norm of the error of the last accepted step.
+    rejected : bool
+        Whether the attempt before was rejected.
+    """
+
+    t: float
+    t_next: float
+    size: float
+    stop: float
+    error_before: float
+    rejected: bool
 
 
 def adaptive_steps(
@@ -386,12 +471,13 @@ def adaptive_steps(
     # Below a few units in the last place of the interval no step makes progress.
     spacing = 4 * np.finfo(np.float64).eps * max(abs(t0), abs(t1))
     size = control.first_step
+    guesses: Iterator[Step] = iter(())
     enter(f, t0, stops[0])
     if size is None:
         if first is None:
             first = f(time_like(t0, y), y)
         with torch.no_grad():
-            size = first_step(control, tableau.order, f, t0, stops[0], y.detach(), first.detach())
+            size, guesses = method.begin(f, control, t0, stops[0], y.detach(), first.detach())
     size = min(max(size, control.min_step), control.max_step)
     t, error_before, attempts, rejected, stop = t0, 1.0, 0, False, 0
     while t != t1:
@@ -413,21 +499,28 @@ def adaptive_steps(
                 "tolerances"
             )
         try:
-            step = method.take(f, t, t_next, y, first=first, last=True)
+            step = next(guesses, None)
+            if step is None or not step.tries(t, t_next, stops[stop], spacing):
+                attempt = Attempt(t, t_next, size, stops[stop], error_before, rejected)
+                guesses = method.attempts(f, control, attempt, y, first)
+                step = next(guesses)
+            t_next = host_time(step.t_next)
         except StageError:
             if h < 1e-13 * max(abs(t), abs(t1 - t0)) or h <= control.min_step:
                 raise
             on_reject()
             size, rejected = max(0.25 * h, control.min_step), True
             continue
-        with torch.no_grad():
-            error = float(control.error_norm(method.error(step), y, step.y_next))
-        if not np.isfinite(error):
+        error = step.error_norm
+        if error is None:
+            with torch.no_grad():
+                error = float(control.error_norm(method.error(step), y, step.y_next))
+        if not math.isfinite(error):
             if not bool(torch.isfinite(step.slopes[0]).all()):
                 raise StepError(f"f is not finite at t = {t:.8g}")
             if h < 1e-13 * max(abs(t), abs(t1 - t0)):
                 raise StepError(f"f is not finite just after t = {t:.8g}")
-        at_minimum = h <= control.min_step and np.isfinite(error)
+        at_minimum = h <= control.min_step and math.isfinite(error)
         if error <= 1.0 or at_minimum:
             factor = max(error, 1e-10) ** (-0.85 / exponent) * error_before ** (0.2 / exponent)
             factor = min(control.ifactor, max(control.dfactor, control.safety * factor))
@@ -448,7 +541,7 @@ def adaptive_steps(
             on_reject()
             first = step.slopes[0]
             step.release()
-            factor = control.safety * error ** (-1.0 / exponent) if np.isfinite(error) else 0.0
+            factor = control.safety * error ** (-1.0 / exponent) if math.isfinite(error) else 0.0
             size = h * min(1.0, max(control.dfactor, factor))
             size = min(max(size, control.min_step), control.max_step)
             rejected = True

@@ -7,7 +7,9 @@
 error to a damped spiral. **MLP**: rk4, 50 steps, float32, two hidden layers. The floor is what no
 method can do without: the f evaluations of the forward solve, and one evaluation with its
 vector-Jacobian product per stage, in a bare loop. All candidates of a case take turns; the ratio is
-that of their medians. With --compile the first call, which compiles, is not timed.
+that of their medians. A turn is as many gradients in a row as take a tenth of a second, as in
+training: one alone would mostly measure how the others emptied the processor's caches. With
+--compile the first call, which compiles, is not timed.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import contadj.torch as ct
 Gradient = Callable[[], list[Tensor]]
 MLPS = ((64, 2, 64), (256, 32, 128), (256, 64, 512))
 STEPS = 50
+TURN = 0.1
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -75,24 +78,26 @@ class Bench:
 
     def medians(self, candidates: dict[str, Gradient]) -> dict[str, float]:
         """Seconds of one gradient, by candidate."""
-        for gradient in candidates.values():
-            for _ in range(2):
-                self._timed(gradient)
+        repeats = {}
+        for name, gradient in candidates.items():
+            self._timed(gradient, 1)
+            repeats[name] = max(1, round(TURN / self._timed(gradient, 1)))
         times: dict[str, list[float]] = {name: [] for name in candidates}
         end = time.perf_counter() + self._seconds
         while time.perf_counter() < end or len(next(iter(times.values()))) < 3:
             for name, gradient in candidates.items():
-                times[name].append(self._timed(gradient))
+                times[name].append(self._timed(gradient, repeats[name]))
         return {name: statistics.median(values) for name, values in times.items()}
 
-    def _timed(self, gradient: Gradient) -> float:
+    def _timed(self, gradient: Gradient, repeats: int) -> float:
         if self._device != "cpu":
             torch.cuda.synchronize(self._device)
         begin = self._clock()
-        gradient()
+        for _ in range(repeats):
+            gradient()
         if self._device != "cpu":
             torch.cuda.synchronize(self._device)
-        return self._clock() - begin
+        return (self._clock() - begin) / repeats
 
 
 def relative(got: list[Tensor], want: list[Tensor]) -> float:

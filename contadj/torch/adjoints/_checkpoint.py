@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...checkpointing import OfflineSnapshots, OnlineSnapshots, check_count, walk_back
 from .._compile import CompiledRungeKutta
 from .._mesh import Mesh
-from .._steps import Step, host_time
+from .._steps import Step, host_time, real_dtype
 from ._base import (
     Cotangents,
     Integration,
@@ -100,8 +103,11 @@ class CheckpointAdjoint(ReplayingAdjoint):
         sweep.start(tensors[-1])
         if store is None:
             states = [y0, *tensors]
-            for n in range(sweep.num_steps - 1, -1, -1):
-                sweep.reverse(n, states[n])
+            n = sweep.num_steps
+            while n > 0:
+                count = sweep.together(n)
+                n -= count
+                sweep.reverse(n, states[n], count)
         else:
             walk_back(store, y0, sweep.advance, sweep.reverse)
         return sweep.gradients()
@@ -166,6 +172,7 @@ class _Sweep:
         self._starts = mesh.times[:-1].tolist()
         self._ends = mesh.times[1:].tolist()
         self._table = stage_times(integration.method, mesh.times, y0)
+        self._sizes = torch.as_tensor(np.diff(mesh.times), dtype=real_dtype(y0), device=y0.device)
         self._params = params
         self._t = t if t.requires_grad else None
         self._cotangents = cotangents
@@ -212,13 +219,13 @@ class _Sweep:
             first=first,
         )  # fmt: skip
 
-    def reverse(self, n: int, y: Tensor) -> None:
-        """lambda_n from lambda_{n+1}, given y_n."""
+    def reverse(self, n: int, y: Tensor, count: int = 1) -> None:
+        """lambda_n from lambda_{n+count}, given y_n."""
         integration, cotangents = self.integration, self._cotangents
-        start, end = self._starts[n], self._ends[n]
+        start, end = self._starts[n], self._ends[n + count - 1]
         indices = integration.observed(start, end)
-        if self._runs_compiled(n, indices):
-            self._reverse_compiled(n, y, indices)
+        if self._runs_compiled(n, n + count):
+            self._reverse_compiled(n, count, y, indices)
             return
         with torch.enable_grad():
             y = y.detach().requires_grad_()
@@ -250,41 +257,60 @@ class _Sweep:
             for i, grad in zip(indices, observed, strict=True):
                 self._observation_grads[i] += grad
 
-    def _runs_compiled(self, n: int, indices: range) -> bool:
-        """Whether a compiled vector-Jacobian product serves the step."""
+    def together(self, n: int) -> int:
+        """How many of the steps before t_n are pulled back in one call."""
+        block = getattr(self.integration.method, "block", 1)
+        return block if n >= block and self._runs_compiled(n - block, n) else 1
+
+    def _runs_compiled(self, n: int, end: int) -> bool:
+        """Whether a compiled vector-Jacobian product serves steps n, ..., end - 1."""
         integration = self.integration
         return (
             isinstance(integration.method, CompiledRungeKutta)
             and self._t is None
             and integration.loss is None
-            and (integration.method.interpolates or not self._inside(n, indices))
+            and (integration.method.interpolates or not self._inside[n:end].any())
         )
 
-    def _inside(self, n: int, indices: range) -> range:
-        """The observations that are not at the start of a step."""
-        at_start = indices and self.integration.times[indices[0]] == self._starts[n]
-        return indices[1:] if at_start else indices
+    @cached_property
+    def _steps_observed(self) -> NDArray[np.int64]:
+        """The step that each observation belongs to."""
+        direction, times = self.integration.direction, self.integration.times
+        return np.searchsorted(direction * self.mesh.times, direction * times, side="right") - 1
 
-    def _reverse_compiled(self, n: int, y: Tensor, indices: range) -> None:
+    @cached_property
+    def _inside(self) -> NDArray[np.bool_]:
+        """Whether an observation lies inside a step, not only at its start, by step."""
+        inside = np.zeros(self.num_steps + 1, dtype=bool)
+        steps = self._steps_observed
+        inside[steps[self.mesh.times[steps] != self.integration.times]] = True
+        return inside
+
+    def _reverse_compiled(self, n: int, count: int, y: Tensor, indices: range) -> None:
         integration, method = self.integration, self.integration.method
         assert isinstance(method, CompiledRungeKutta)
-        start, end = self._starts[n], self._ends[n]
+        steps = slice(n, n + count)
         cotangent = self._cotangents.of_observations(integration, indices) if indices else None
-        slope_cotangents = None
-        inside = self._inside(n, indices)
-        if cotangent is not None and inside:
+        if cotangent is None:
+            cotangents = y.new_zeros(count, 1, *y.shape)
+        else:
             # The dense output is linear in y and the slopes.
-            times = integration.times[inside.start : inside.stop].tolist()
-            weights = method.dense_weights(start, end, times, y)
-            slope_cotangents = torch.tensordot(weights.T, cotangent[-len(inside) :], dims=1)
+            seen, mesh = slice(indices.start, indices.stop), self.mesh.times
+            places = self._steps_observed[seen]
+            weights = method.observation_weights(
+                mesh[places], mesh[places + 1], integration.times[seen], places - n, count
+            )
+            if not self._inside[steps].any():
+                weights = weights[..., :1]
+            weights = torch.as_tensor(weights, dtype=y.dtype, device=y.device)
+            cotangents = weights.flatten(1).mT @ cotangent.reshape(len(weights), y.numel())
+            cotangents = cotangents.reshape(count, -1, *y.shape)
         totals = [total for total in self._param_grads if total is not None]
         y_next, self.adjoint, grads = method.pull_back(
-            integration.f, start, end, self._table[n], y, self.adjoint, slope_cotangents,
+            integration.f, self._table[steps], self._sizes[steps], y, self.adjoint, cotangents,
             totals or None,
         )  # fmt: skip
         self._param_grads = list(grads)
-        if cotangent is not None:
-            self.adjoint = self.adjoint + cotangent.sum(0)
         self._check_replay(y, y_next)
 
     def _pull(self, outs: list, cots: list, y: Tensor, leaves: list) -> None:

@@ -31,7 +31,7 @@ from .._implicit import (
 from .._mesh import Mesh
 from .._options import parse_options
 from .._steps import RungeKutta, Step, StepControl, StepError, adaptive_steps, combine, time_like
-from ._base import Cotangents, Integration, accumulate, fixed_steps
+from ._base import Cotangents, Integration, accumulate, fixed_steps, stage_times
 
 
 @dataclass(frozen=True)
@@ -480,7 +480,10 @@ class ReverseSolve:
         if self.system.rebuilds:
             z = torch.stack([self._y, z])
             del self._y, self._adjoint  # they would lie beside those of the whole piece
-        if self._control is not None:
+        if self._runs_compiled():
+            z = self._integrate_compiled(start, end, z)
+            steps = iter(())
+        elif self._control is not None:
             control = replace(self._control, first_step=self._size or self._control.first_step)
             steps = adaptive_steps(
                 self._method, control, self.system, start, end, z, None, self._count_rejected
@@ -498,6 +501,35 @@ class ReverseSolve:
             self._y, self._adjoint = z.unbind()
         else:
             self._adjoint = z
+
+    def _runs_compiled(self) -> bool:
+        """Whether whole steps of the adjoint system are compiled."""
+        compiled = self.integration.method
+        return (
+            isinstance(compiled, CompiledRungeKutta)
+            and self._method.tableau is compiled.tableau
+            and self._control is None
+            and self.system.rebuilds
+            and bool(self.system.params)
+        )
+
+    def _integrate_compiled(self, start: float, end: float, z: Tensor) -> Tensor:
+        compiled, system = self.integration.method, self.system
+        assert isinstance(compiled, CompiledRungeKutta)
+        mesh = self._mesh_between(start, end)
+        table = stage_times(compiled, mesh, z)
+        sizes = torch.as_tensor(np.diff(mesh), dtype=table.dtype, device=table.device)
+        n = 0
+        while n < len(sizes):
+            count = compiled.block if len(sizes) - n >= compiled.block else 1
+            steps = slice(n, n + count)
+            z, totals = compiled.adjoint_steps(
+                system.field, table[steps], sizes[steps], z, system.totals
+            )
+            system.totals[:] = totals
+            n += count
+        self.integration.stats.backward_steps_accepted += n
+        return z
 
     def _add_quadrature(self, step: Step) -> None:
         """theta_bar += int (f_theta^T lambda + g c_theta) over the step, by Gauss quadrature."""

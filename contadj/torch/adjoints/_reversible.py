@@ -15,7 +15,6 @@ from .._steps import (
     RungeKutta,
     Step,
     StepControl,
-    first_step,
     host_time,
     time_like,
 )
@@ -94,7 +93,7 @@ class ReversibleAdjoint(ReplayingAdjoint):
                 slope = integration.first
                 if slope is None:
                     slope = integration.f(time_like(start, y0), y0)
-                size = first_step(mesh, method.tableau.order, integration.f, start, end, y0, slope)
+                size, _ = integration.method.begin(integration.f, mesh, start, end, y0, slope)
             mesh = _PairControl.of(mesh, size)
         return replace(integration, method=method, mesh=mesh)
 
