@@ -47,8 +47,9 @@ class Measurement:
     adjoint : (M + 1, n) array, optional
         lambda_n = dL/dy_n at the mesh, the observation cost at t_n included; None where the
         adjoint does not produce it.
-    f_evaluations_forward, f_evaluations_backward : int
-        Evaluations of the vector field in the forward and in the backward solve.
+    f_evaluations_forward, f_evaluations_backward : int, optional
+        Evaluations of the vector field in the forward and in the backward solve; None where they
+        are not counted (JAX's implicit methods, whose root finder takes as many as it needs).
     reversal_error : float, optional
         max over the pieces of the backward solve of |y rebuilt - y stored| / max_n |y_n|; None
         where y is not rebuilt.
@@ -65,8 +66,8 @@ class Measurement:
     gradient: Gradient
     mesh: Array
     adjoint: Array | None
-    f_evaluations_forward: int
-    f_evaluations_backward: int
+    f_evaluations_forward: int | None
+    f_evaluations_backward: int | None
     reversal_error: float | None
     seconds: float
     multipliers: Array | None = None
@@ -133,7 +134,7 @@ class Series:
             device=self.device,
             digest=self.digest,
             versions=dict(self.versions),
-            platform=platform.platform(),
+            platform=f"{platform.system()} {platform.machine()}",
             device_description=self.device_description,
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             **values,

@@ -82,7 +82,7 @@ class StudyCells:
             cell=cell,
             digest=self._digest,
             versions=self._versions,
-            platform=platform.platform(),
+            platform=f"{platform.system()} {platform.machine()}",
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             **fields,
         )
