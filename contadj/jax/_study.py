@@ -558,11 +558,13 @@ def gradient_function(
         )
         adjoints = out.adjoints
         intervals = len(points) - 1
-        forward = 0 if step.evaluations is None else intervals * step.evaluations(num_steps)
+        forward = None if step.evaluations is None else intervals * step.evaluations(num_steps)
         multipliers = None
         if slope_sum is not None and out.multipliers is not None:
             multipliers = slope_sum * out.multipliers
-        backward = forward if out.evaluations is None else int(np.nan_to_num(out.evaluations))
+        backward = forward
+        if out.evaluations is not None:
+            backward = int(out.evaluations) if np.isfinite(out.evaluations) else None
         return Measurement(
             gradient,
             mesh,

@@ -46,6 +46,12 @@ def test_symplectic_and_symmetric_methods_have_no_gap(method):
     np.testing.assert_allclose(discrete.adjoint, continuous.adjoint, atol=1e-13 * scale)
 
 
+@pytest.mark.parametrize("adjoint", ["DirectAdjoint", "CheckpointAdjoint"])
+def test_evaluations_that_a_root_finder_makes_are_not_counted_rather_than_none_at_all(adjoint):
+    run = gradient_function(builtin_problem("lin"), method="gl4", adjoint=adjoint, max_steps=2)
+    assert (run(2).f_evaluations_forward, run(2).f_evaluations_backward) == (None, None)
+
+
 def test_the_trapezoid_rule_retraces_the_state_but_has_a_gap_of_order_two():
     gaps = []
     for n in (32, 64):
