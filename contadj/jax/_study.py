@@ -561,7 +561,8 @@ def gradient_function(
         forward = None if step.evaluations is None else intervals * step.evaluations(num_steps)
         multipliers = None
         if slope_sum is not None and out.multipliers is not None:
-            multipliers = slope_sum * out.multipliers
+            # In NumPy: outside of `enable_x64` JAX would multiply in single precision.
+            multipliers = slope_sum * np.asarray(out.multipliers, np.float64)[1 : count + 1]
         backward = forward
         if out.evaluations is not None:
             backward = int(out.evaluations) if np.isfinite(out.evaluations) else None
@@ -573,7 +574,7 @@ def gradient_function(
             backward,
             None if out.reversal_error is None else float(out.reversal_error),
             seconds,
-            None if multipliers is None else np.asarray(multipliers, np.float64)[1 : count + 1],
+            multipliers,
             _peak_bytes(compiled[0]) if costs else None,
         )
 

@@ -9,12 +9,15 @@ with sources in `contadj.orders`:
 - Adams methods: order 1, whatever the order of the method.
 - BDF: lambda_n tends to lambda(t_n) / s, s the sum of the weights of the slopes (2/3 for bdf2,
   6/11 for bdf3): it does not converge. The multiplier of the step's equation, s dL/dr_n with r_n
-  its residual, does: at order p in the interior, and not in the few last steps.
+  its residual, does: at order p in the interior, and not in the few last steps. The first values,
+  made by Runge-Kutta steps, serve fewer formulas, and there lambda_n tends to other multiples of
+  lambda(t_n): at t_1 of bdf3 to 11/6 (1 - 9/11 + 2/11) lambda = 2/3 lambda; at t_0 to lambda.
 - Leapfrog: neither converges, anywhere: the parasitic root -1 is not damped.
 
 Four errors, each relative to max_t |lambda(t)|: of lambda_n and of the multiplier, over all steps
-and over those with t_n in the middle half of the interval. The reference lambda(t_n) is that of a
-method of order 8 on a finer mesh.
+and over those with t_n in the middle half of the interval. The steps that start a method are none
+of its formula and have no multiplier. The reference lambda(t_n) is that of a method of order 8 on a
+finer mesh.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from .. import backends
 from ..config import Names, Steps
 from ..config import Settings as _Settings
 from ..convergence import DISCRETE
-from ..multistep import METHODS
+from ..multistep import METHODS, MULTISTEP
 from ..orders import expected_order, observed_order, round_off_floor
 from ..problems._problem import Array
 from ..results import CellRecord
@@ -105,10 +108,15 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
     scale = np.linalg.norm(exact, axis=1).max()
     inner = np.abs(found.mesh - found.mesh.mean()) <= (found.mesh[-1] - found.mesh[0]) / 4
 
+    multipliers = found.multipliers
+    if multipliers is not None:
+        # One for the end of each step that is none of the starting ones.
+        multipliers = multipliers[MULTISTEP[cell["method"]].steps - 1 :]
+
     def error(got: Array | None, interior: bool) -> float | None:
         if got is None:
             return None
-        last = len(exact) - len(got)  # a multiplier belongs to the end of its step
+        last = len(exact) - len(got)
         distance = np.linalg.norm(got - exact[last:], axis=1)
         return float(np.max(distance[inner[last:]] if interior else distance) / scale)
 
@@ -119,16 +127,17 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
         "discrete": float(difference / np.linalg.norm(gradient)),
         "adjoint": error(found.adjoint, False),
         "adjoint_interior": error(found.adjoint, True),
-        "multiplier": error(found.multipliers, False),
-        "multiplier_interior": error(found.multipliers, True),
+        "multiplier": error(multipliers, False),
+        "multiplier_interior": error(multipliers, True),
     }
     if length := cell["trace"]:
         ends = [*range(length), *range(n + 1 - length, n + 1)]
         values["trace_t"] = found.mesh[ends]
         values["trace_exact"] = exact[ends, 0] / scale
         values["trace_adjoint"] = found.adjoint[ends, 0] / scale
-        if found.multipliers is not None:
-            padded = np.concatenate([np.full((1, exact.shape[1]), np.nan), found.multipliers])
+        if multipliers is not None:
+            missing = np.full((len(exact) - len(multipliers), exact.shape[1]), np.nan)
+            padded = np.concatenate([missing, multipliers])
             values["trace_multiplier"] = padded[ends, 0] / scale
     return values
 

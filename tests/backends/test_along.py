@@ -52,3 +52,24 @@ def test_traces_and_errors_are_those_of_the_cell():
     assert found["trace_multiplier"][3] / found["trace_exact"][3] == pytest.approx(1, abs=0.02)
     assert 0.4 < found["adjoint"] < 0.6 and found["multiplier_interior"] < 0.03
     assert found["multiplier"] > 0.2
+
+
+def test_a_starting_step_has_no_multiplier_and_its_lambda_another_limit():
+    cell = {"problem": "driven", "framework": "torch", "method": "bdf3", "num_steps": 256,
+            "max_steps": 256, "trace": 4}  # fmt: skip
+    found = along.measure(cell)
+    want = exact()(np.linspace(0, T, 257))[2:].T
+    scale = np.linalg.norm(want, axis=1).max()
+    assert np.isnan(found["trace_multiplier"]).tolist() == [True] * 3 + [False] * 5
+    # The last multiplier is 6/11 dC/dy(T), and no other is as far off.
+    end = 5 / 11 * np.linalg.norm(want[-1]) / scale
+    assert found["multiplier"] == pytest.approx(end, rel=0.02)
+    ratios = found["trace_adjoint"] / found["trace_exact"]
+    np.testing.assert_allclose(ratios[:4], [1, 2 / 3, 11 / 6, 11 / 6], atol=0.01)
+
+
+def test_the_backends_agree_along_the_way():
+    cell = {"problem": "driven", "method": "bdf3", "num_steps": 64, "max_steps": 64, "trace": 0}
+    ours, theirs = (along.measure(cell | {"framework": one}) for one in ("torch", "jax"))
+    for quantity in along.QUANTITIES:
+        assert ours[quantity] == pytest.approx(theirs[quantity], rel=1e-9)

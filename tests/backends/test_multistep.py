@@ -8,6 +8,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -203,6 +204,15 @@ def test_the_backends_agree_in_every_number(problem, method, adjoint):
     if method not in MULTISTEP or MULTISTEP[method].explicit:
         assert ours.f_evaluations_forward == theirs.f_evaluations_forward
         assert ours.f_evaluations_backward == theirs.f_evaluations_backward
+
+
+@pytest.mark.parametrize("method", ["bdf2", "leapfrog"])
+def test_numbers_are_in_double_precision_where_jax_is_left_at_its_default(method):
+    with jax.enable_x64(False):
+        got = function("jax", "pend", method, "DirectAdjoint")(12)
+    want = measured("torch", "pend", method, "DirectAdjoint", 12)
+    for a, b in ((got.adjoint, want.adjoint), (got.multipliers, want.multipliers)):
+        assert np.abs(a - b).max() <= 1e-13 * np.abs(b).max()
 
 
 @cache
