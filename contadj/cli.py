@@ -36,6 +36,7 @@ from .plotting import convergence_figure
 from .problems import BUILT_IN, GradientProblem
 from .results import CellRecord, Record, RecordFile
 from .studies._run import StudyCells
+from .summary import GRADIENTS, adjoint_columns, in_words, steps_for_adjoints
 from .tableaus import TABLEAUS
 from .workers import open_executor
 
@@ -142,6 +143,9 @@ Examples:
 
 - contadj converge my_model.py:problem --jobs 2
 
+- contadj converge my_model.py:problem --tolerance 1e-6 --adjoint CheckpointAdjoint
+  --adjoint GaussAdjoint
+
 - contadj converge --config experiments/quickstart.toml
 
 - contadj converge --config experiments/quickstart.toml --scheduler tcp://127.0.0.1:8786
@@ -176,6 +180,17 @@ def converge(
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="float64 (default) or float32.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu (default), cuda, cuda:1, ...")] = None,
+    adjoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An adjoint, or ADJOINT(OPTION=VALUE,...), whose error, time and memory are "
+            "shown; repeat for more."
+        ),
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="The relative error of the gradient that is wanted, 1e-6 say."),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="A TOML file with these settings; options given here replace its."),
@@ -195,7 +210,7 @@ def converge(
         study = load_study(
             config, quick=quick, problems=problems or None, backends=backend or None,
             engines=engine or None, methods=method or None, steps=_integers(steps), dtype=dtype,
-            device=device, out=out, jobs=jobs,
+            device=device, adjoints=adjoint or None, tolerance=tolerance, out=out, jobs=jobs,
         )  # fmt: skip
     except ValueError as error:
         raise typer.Exit(_complain(error)) from None
@@ -210,6 +225,11 @@ def converge(
         rows = order_rows(cells)
         _print_tables(console, rows)
         _print_summary(console, cells, rows)
+        _print_words(console, cells, rows, study.tolerance)
+        if study.adjoints:
+            compared = _compare_adjoints(study, cells, rows, scheduler)
+            _print_adjoints(console, compared, study.tolerance)
+            console.print(f"\nadjoints {study.out / 'adjoints.jsonl'}", soft_wrap=True)
     else:
         paths = []
         _print_findings(console, str(study.study), cells)
@@ -387,6 +407,93 @@ def _print_summary(console: Console, cells: list[Record], rows: list[OrderRow]) 
     states = Counter(row.observed.state for row in rows)
     console.print(f"cells    {_counts(statuses)}")
     console.print(f"orders   {_counts(states)}")
+
+
+def _print_words(
+    console: Console, cells: list[Record], rows: list[OrderRow], tolerance: float | None
+) -> None:
+    # Engines agree to rounding: each line once, with all its engines.
+    lines: dict[str, dict[str, list[str]]] = {}
+    for row in rows:
+        if row.quantity in GRADIENTS:
+            words = in_words(cells, row, tolerance)
+            place = f"{row.framework}/{row.engine}"
+            lines.setdefault(row.problem, {}).setdefault(words, []).append(place)
+    for problem, said in lines.items():
+        console.print()
+        console.print(f"{problem}, gradient", style="bold", markup=False)
+        for words, places in said.items():
+            console.print(f"{words}  [{', '.join(places)}]", markup=False)
+    console.print()
+
+
+def _compare_adjoints(
+    study: Study, cells: list[Record], rows: list[OrderRow], scheduler: str | None
+) -> list[CellRecord]:
+    """Measure the adjoints of a study, each method at one number of steps; one cell at a time,
+    since they are timed."""
+    chosen = steps_for_adjoints(cells, rows, study.tolerance)
+    digests = {(cell.problem, cell.method): cell.digest for cell in cells}
+    path = study.out / "adjoints.jsonl"
+    grids = [
+        StudyCells(
+            "adjoints",
+            studies.load_module("adjoints").Settings(
+                study="adjoints", problems=(problem,), engines=(engine,), methods=(method,),
+                adjoints=study.adjoints, dtypes=(study.dtype,), steps=(steps,),
+                device=study.device, costs=True, reference_steps=steps,
+                definitions={problem: digests[problem, method]},
+            ),
+        )
+        for (problem, _, engine, method), steps in chosen.items()
+    ]  # fmt: skip
+    try:
+        with RecordFile(path) as records, open_executor(study.jobs, scheduler) as (executor, _):
+            found = []
+            with _progress(sum(map(len, grids)), sum(g.count_in(records) for g in grids)) as move:
+                for grid in grids:
+                    found += grid.run(
+                        records, executor=executor, on_record=lambda one: move(one["adjoint"])
+                    )
+            return found
+    except (ValueError, OSError) as error:
+        raise typer.Exit(_complain(error)) from None
+    except KeyboardInterrupt as stop:
+        code = 143 if isinstance(stop, _Terminated) else 130
+        message = f"interrupted; the finished records are in {path}: run again to continue"
+        raise typer.Exit(_complain(message, code)) from None
+    except WorkerDiedError as error:
+        raise typer.Exit(_complain(error, 1)) from None
+
+
+def _print_adjoints(console: Console, found: list[CellRecord], tolerance: float | None) -> None:
+    """One table per problem, engine and method."""
+    names = ("problem", "engine", "method", "num_steps", "dtype")
+    places: dict[tuple[Any, ...], list[CellRecord]] = {}
+    for one in found:
+        places.setdefault(tuple(one[name] for name in names), []).append(one)
+    for (problem, engine, method, steps, dtype), ones in places.items():
+        console.print()
+        title = f"{problem}   {engine}   {method}   {steps} steps   {dtype}"
+        console.print(title, style="bold", markup=False)
+        table = Table(box=None, padding=(0, 1), pad_edge=False)
+        table.add_column("adjoint", no_wrap=True)
+        for column in ("error", "reversal error", "f forward + backward", "time", "memory"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for one in ones:
+            table.add_row(*map(Text, adjoint_columns(one)))
+        console.print(table)
+        for one in ones:
+            if one.status != "ok":
+                message = f"! {one['adjoint']} {one.status}: {one.message}"
+                console.print(message, style="red", markup=False)
+        if missing := [
+            one["adjoint"]
+            for one in ones
+            if one.status == "ok" and tolerance is not None and one["error"] > tolerance
+        ]:
+            message = f"~ error {tolerance:g} not reached here by {', '.join(missing)}"
+            console.print(message, style="yellow", markup=False)
 
 
 def _print_findings(console: Console, name: str, cells: list[CellRecord]) -> None:

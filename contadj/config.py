@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from difflib import get_close_matches
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from .adjoints import canonical_adjoint
+from .names import closest
 from .studies import load_module
 
 Names = Annotated[tuple[str, ...], Field(min_length=1)]
@@ -63,6 +66,12 @@ class Study(Settings):
         "float64" or "float32".
     device : str
         "cpu", "cuda", "cuda:1", ...
+    adjoints : tuple of str
+        Adjoints to compare at one number of steps of each method, where the discrete gradient
+        reaches `tolerance` or else the largest: their errors, time and memory. With options where
+        they have some, `BacksolveAdjoint(restart_every=32)` say.
+    tolerance : float, optional
+        The relative error of the gradient that is wanted.
     study, out, jobs, quick
         As in `Settings`.
     """
@@ -77,6 +86,8 @@ class Study(Settings):
     steps_of_method: dict[str, Steps] = {}
     dtype: Literal["float64", "float32"] = "float64"
     device: str = "cpu"
+    adjoints: tuple[str, ...] = ()
+    tolerance: Annotated[float, Field(gt=0)] | None = None
 
     @field_validator("steps")
     @classmethod
@@ -87,6 +98,11 @@ class Study(Settings):
     @classmethod
     def _each_increasing(cls, steps_of: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         return {name: tuple(sorted(set(steps))) for name, steps in steps_of.items()}
+
+    @field_validator("adjoints")
+    @classmethod
+    def _known(cls, adjoints: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(map(canonical_adjoint, adjoints)))
 
     @field_validator("problems", "backends", "engines", "methods")
     @classmethod
@@ -147,4 +163,9 @@ def _one_line(error: ValidationError, kind: type[Settings]) -> str:
         return f"unknown key {key!r}; {hint}"
     if first["type"] == "missing":
         return f"`{key}` is missing; name at least one"
-    return f"`{key}`: {first['msg']}; got {first['input']!r}"
+    if first["type"] == "value_error":
+        return f"`{key}`: {first['msg'].removeprefix('Value error, ')}"
+    near = ""
+    if first["type"] == "literal_error":
+        near = closest(str(first["input"]), re.findall(r"'(\w+)'", first["msg"]))
+    return f"`{key}`: {first['msg']}; got {first['input']!r}{near}"

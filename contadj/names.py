@@ -10,7 +10,10 @@ from difflib import get_close_matches
 def closest(name: str, names: Iterable[str]) -> str:
     """Return "; did you mean X?" for the nearest of `names`, whatever the case, or nothing."""
     by_lower = {known.lower(): known for known in names}
-    match = get_close_matches(name.lower(), list(by_lower), n=1)
+    name = name.lower()
+    match = get_close_matches(name, list(by_lower), n=1)
+    if len(name) > 2 and not match:
+        match = [known for known in by_lower if known.startswith(name)]
     return f"; did you mean {by_lower[match[0]]!r}?" if match else ""
 
 

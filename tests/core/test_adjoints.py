@@ -45,7 +45,13 @@ def test_a_bad_adjoint_is_an_error_that_says_what_there_is(text, message):
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("RK4", "rk4"), ("pytorch", "torch"), ("checkpointadjoint", "CheckpointAdjoint"), ("zzz", "")],
+    [
+        ("RK4", "rk4"),
+        ("pytorch", "torch"),
+        ("checkpointadjoint", "CheckpointAdjoint"),
+        ("gauss", "GaussAdjoint"),
+        ("zzz", ""),
+    ],
 )
 def test_the_nearest_name_is_found_whatever_the_case(name, nearest):
     hint = closest(name, ("rk4", "torch", *ADJOINTS))

@@ -84,6 +84,18 @@ def test_output_in_a_pipe_is_plain_and_at_most_100_columns_wide(capsys):
     assert max(map(len, out.splitlines())) <= 100
 
 
+def test_the_summary_says_in_words_what_was_seen(capsys):
+    # The fake method's relative error is (2/3)^(1/2) h^4, h = 3 / N; 1e-8 at 285.2 steps.
+    arguments = ["pend", "--method", "rk4", "--steps", "8,16,32", "--tolerance", "1e-3"]
+    assert run(*arguments) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "rk4 discrete: order 4.00, 4 expected; round-off beyond the study, from " in output
+    assert "error 0.001 with 32 steps, h = 0.094 [torch/fake]" in output
+    assert run(*arguments[:-2], "--tolerance", "1e-8") == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "beyond the study, by the order seen with about 290 steps, h = 0.01" in output
+
+
 def test_without_options_all_default_methods_of_the_engine_run(capsys):
     assert run("lin") == 0
     assert {record.method for record in read_records("out/records.jsonl")} == {
@@ -259,6 +271,17 @@ ERRORS = {
         ["lin", "--method", "rk5"],
         "`method` must be one of .*got 'rk5'; did you mean 'rk4'",
     ),
+    "method in capitals": (["lin", "--method", "RK4"], "got 'RK4'; did you mean 'rk4'"),
+    "backend's other name": (
+        ["lin", "--backend", "pytorch"],
+        "got 'pytorch'; did you mean 'torch'",
+    ),
+    "adjoint": (["lin", "--adjoint", "Gauss"], "got 'Gauss'; did you mean 'GaussAdjoint'"),
+    "adjoint's option": (
+        ["lin", "--adjoint", "BacksolveAdjoint(restart=3)"],
+        "got 'restart'; did you mean 'restart_every'",
+    ),
+    "tolerance": (["lin", "--tolerance", "-1"], "`tolerance`: Input should be greater than 0"),
     "engine": (["lin", "--engine", "fke"], "`engine` must be one of fake; got 'fke'; did you mean"),
     "backend": (["lin", "--backend", "tensorflow"], "`backends`: Input should be 'torch' or 'jax'"),
     "steps": (["lin", "--steps", "8,x"], "`--steps` must be whole numbers .*got '8,x'"),

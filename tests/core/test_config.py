@@ -11,6 +11,8 @@ methods_of_engine = { contadj = ["rk4"] }
 steps = [32, 8, 8]
 dtype = "float32"
 device = "cuda:1"
+adjoints = ["GaussAdjoint", "BacksolveAdjoint( restart_every=8 )"]
+tolerance = 1e-6
 out = "there"
 jobs = 2
 steps_of = { one = [4, 2] }
@@ -34,6 +36,8 @@ def test_a_file_sets_every_field_and_steps_are_sorted(file):
     assert study.problems == ("one", "two") and study.backends == ("torch",)
     assert study.steps == (8, 32) and study.jobs == 2 and str(study.out) == "there"
     assert study.dtype == "float32" and study.device == "cuda:1"
+    assert study.adjoints == ("GaussAdjoint", "BacksolveAdjoint(restart_every=8)")
+    assert study.tolerance == 1e-6
     assert study.steps_of == {"one": (2, 4)} and study.steps_of_method == {"rk4": (3, 9)}
 
 
@@ -65,6 +69,12 @@ def test_defaults_are_five_step_counts_in_double_precision():
         ('steps = "8"', "`steps`: .*; got '8'"),
         ('backends = ["tensorflow"]', "`backends`: Input should be 'torch' or 'jax'; got 'tenso"),
         ('dtype = "float16"', "`dtype`: Input should be 'float64' or 'float32'; got 'float16'"),
+        ('backends = ["pytorch"]', "got 'pytorch'; did you mean 'torch'?"),
+        (
+            'adjoints = ["Gauss"]',
+            "`adjoint` must be one of .*; got 'Gauss'; did you mean 'Ga",
+        ),
+        ("tolerance = 0", "`tolerance`: Input should be greater than 0; got 0"),
         ("jobs = 0", "`jobs`: Input should be greater than or equal to 1; got 0"),
         ("problems = []", "`problems`: Tuple should have at least 1 item"),
         ("steps = [8", "is not TOML: "),
