@@ -160,7 +160,7 @@ def _draw_traces(row, every, steps: int) -> None:
                 multiplier = [
                     float("nan") if v is None else v for v in cell["trace_multiplier"][part]
                 ]
-                axes.plot(t, multiplier, **style, markerfacecolor="white")
+                axes.plot(t, multiplier, **(style | {"marker": "o"}), markerfacecolor="white")
         axes.set_xlabel("t")
     row[0].set(title=f"(c) near t₀, {steps} steps", ylabel="first component, relative")
-    row[1].set_title("(d) near T; hollow: multiplier of bdf2")
+    row[1].set_title("(d) near T; circles: multiplier of bdf2")

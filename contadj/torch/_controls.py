@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from numpy.typing import ArrayLike, NDArray
 from scipy.interpolate import CubicSpline
-from jaxtyping import Float
 from torch import Tensor
 
 from ._mesh import Mesh

@@ -7,8 +7,13 @@ from torch import nn
 import contadj.torch as ct
 from contadj.torch._compile import BLOCK, CompiledRungeKutta
 
-# Compiling imports modules of torch that warn of their own deprecations.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+# Compiling imports modules of torch that warn of their own deprecations, and looks at `.grad` of
+# every input of a compiled vector field.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+]
 
 RK4 = {"method": "rk4", "options": {"num_steps": 3}}
 

@@ -22,9 +22,7 @@ from contadj.torch._study import (
 from contadj.torch.adjoints._reverse import AdjointSystem, ReverseSolve
 
 # The implicit ones have tests of their own.
-METHODS = tuple(
-    name for name in methods("contadj") if name in TABLEAUS and TABLEAUS[name].explicit
-)
+METHODS = tuple(name for name in methods("contadj") if name in TABLEAUS and TABLEAUS[name].explicit)
 QUANTITIES = ("discrete", "continuous", "gap", "adjoint")
 # Few steps reach round-off at order 5 and 8. The error constant of tsit5 is far below that of its
 # next order, so that its errors still fall like a mixture there; dopri8's do on pend (8.98).

@@ -193,10 +193,12 @@ def check_replay(integration: Integration, y: Tensor, got: Tensor, expected: Ten
     eps = torch.finfo(expected.dtype).eps
     # Two evaluations may round differently (other kernels): f by a small part of itself, the sum
     # y + h f by a few units in the last place. A changed f differs by more.
+    coarse = [torch.finfo(dtype).eps for enabled, dtype in integration.autocast.values() if enabled]
+    part = max([min(1e4 * eps, 1e-2), *(4 * coarser for coarser in coarse)])
     size, increment, difference = (
         torch.stack([expected, expected - y, got - expected]).abs().reshape(3, -1).amax(1).tolist()
     )
-    if difference > 4 * eps * size + min(1e4 * eps, 1e-2) * increment + 1e-30:
+    if difference > 4 * eps * size + part * increment + 1e-30:
         raise _changed(integration, f"the last step gives another state (by {difference:.1e})")
 
 
