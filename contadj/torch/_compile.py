@@ -1,8 +1,10 @@
 """Compiled steps: one Runge-Kutta step, and its vector-Jacobian product, as single functions.
 
 A step of a small model costs more in dispatch than in arithmetic. `torch.compile` turns all stages
-of a step, and all of their vector-Jacobian products, into one call each. Compilation takes 10 to 60
-seconds, once per module, method, shape and dtype.
+of a step, and all of their vector-Jacobian products, into one call each; a small model takes
+several steps in a call. An adaptive solve then tries steps ahead of the decision about them: the
+sizes in `attempts` only guess what `adaptive_steps` will ask for, which takes nothing else.
+Compilation takes 10 to 60 seconds, once per module, method, shape and dtype.
 """
 
 from __future__ import annotations

@@ -200,8 +200,9 @@ def solve(
     engine : "contadj" or "torchdiffeq"
         Who takes the steps; "contadj" for every method it has a tableau of.
     compile : bool
-        Compile the steps, or func itself where the adjoint or a running cost needs more than them.
-        Takes 10 to 60 seconds once per module, method, shape and dtype.
+        Compile the steps, several into one call where the problem is small, or func itself where
+        the adjoint, a running cost, a control or buffers need more than them. For explicit
+        methods. Takes 10 to 60 seconds once per module, method, shape and dtype.
     running_cost : callable
         c(t, y), a scalar; its integral over the interval is `Solution.cost`. It takes no part in
         error control.
@@ -393,13 +394,19 @@ def _compiled(
     names = named_params(func, params)
     whole = isinstance(adjoint, CheckpointAdjoint | BacksolveAdjoint | InterpolatingAdjoint)
     tableau = integration.method.tableau
+    if not tableau.explicit:
+        # Newton's method pulls back through one graph several times; a compiled one serves once.
+        raise ValueError(
+            f"`compile` does not serve the implicit method {tableau.name!r}: leave it out, or use "
+            "an explicit method"
+        )
     plain = integration.running_cost is None and integration.f.drive is None
     writes = bool(integration.buffers)
     if not torch.is_grad_enabled() and isinstance(func, nn.Module) and func.training:
         # Nobody watched the first evaluation.
         writes = next(func.buffers(), None) is not None
     # A compiled step may evaluate f more often than is counted, which buffers would show.
-    if whole and tableau.explicit and names is not None and plain and not writes:
+    if whole and names is not None and plain and not writes:
         integration.method = CompiledRungeKutta(tableau, func, layout, names, y.numel())
     else:
         integration.f.func = torch.compile(func)
