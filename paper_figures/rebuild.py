@@ -1,7 +1,7 @@
 """Rebuilding y backward amplifies errors by e^X, X the integrated contraction rate.
 
 Gradient error (top) and reversal error (bottom) against X, in float64 (left) and float32 (right);
-rk4_classic with 512 steps. Lines: slow_fast over one unit of time, K = X. Single markers, of
+rk4_classic with {steps} steps. Lines: slow_fast over one unit of time, K = X. Single markers, of
 backsolve alone: slow_fast with K = 20 over other horizons T, X = 20 T, and van der Pol's oscillator
 for several mu, X = int mu (x^2 - 1) dt, where the rebuilt solution may blow up: then the marker is
 missing, or low. Expected: backsolve grows as e^X (dotted; between the last two points the exponent
@@ -126,6 +126,7 @@ def numbers(records):
     grown = [r for line in backsolve for r in line if r["contraction"] >= 30]
     ratios = [r["reversal_error"] / r["error"] for r in grown]
     return {
+        "steps": records["rebuild"][0]["num_steps"],
         **{f"K{K}": at(BACKSOLVE, K) for K in study.EXPECTED_ERRORS},
         "single": at(BACKSOLVE, 20, "float32"),
         "restarted": at(RESTARTED, 50),
