@@ -229,11 +229,13 @@ def converge(
         if study.adjoints:
             compared = _compare_adjoints(study, cells, rows, scheduler)
             _print_adjoints(console, compared, study.tolerance)
-            console.print(f"\nadjoints {study.out / 'adjoints.jsonl'}", soft_wrap=True)
+        console.print()
     else:
         paths = []
         _print_findings(console, str(study.study), cells)
     console.print(f"records  {path}", soft_wrap=True)
+    if isinstance(study, Study) and study.adjoints:
+        console.print(f"adjoints {study.out / 'adjoints.jsonl'}", soft_wrap=True)
     for figure in paths:
         console.print(f"figure   {figure}", soft_wrap=True)
     if all(cell.status != "ok" for cell in cells):
@@ -424,7 +426,6 @@ def _print_words(
         console.print(f"{problem}, gradient", style="bold", markup=False)
         for words, places in said.items():
             console.print(f"{words}  [{', '.join(places)}]", markup=False)
-    console.print()
 
 
 def _compare_adjoints(
