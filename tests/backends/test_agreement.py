@@ -124,7 +124,7 @@ def jax_solve(method, adjoint):
 def test_a_solve_for_users_agrees_on_a_given_mesh(method, name):
     more = {"reversal_tolerance": 1.0} if name == "BacksolveAdjoint" else {}
     ours, our_gradient = torch_solve(method, getattr(contadj.torch, name)(**more))
-    theirs, their_gradient = jax_solve(method, getattr(contadj.jax, name)())
+    theirs, their_gradient = jax_solve(method, getattr(contadj.jax, name)(**more))
     np.testing.assert_allclose(ours, theirs, rtol=1e-13)
     difference = np.linalg.norm(our_gradient - their_gradient)
     assert difference <= 1e-13 * np.linalg.norm(their_gradient)
