@@ -31,14 +31,14 @@ from rich.text import Text
 
 from . import __version__, backends, figures, studies
 from .config import Settings, Study, load_study
-from .convergence import OrderRow, Series, WorkerDiedError, order_rows, run_study
+from .convergence import OrderRow, Series, order_rows, run_study
 from .plotting import convergence_figure
 from .problems import BUILT_IN, GradientProblem
 from .results import CellRecord, Record, RecordFile
 from .studies._run import StudyCells
 from .summary import GRADIENTS, adjoint_columns, in_words, steps_for_adjoints
 from .tableaus import TABLEAUS
-from .workers import open_executor
+from .workers import WorkerDiedError, open_executor
 
 # The base of the command line's own errors; typer exports the leaf only.
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]

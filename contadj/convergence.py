@@ -8,10 +8,8 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -29,6 +27,7 @@ from .orders import (
 from .problems import Gradient, GradientProblem
 from .problems._problem import Array
 from .results import Record, RecordFile
+from .workers import InlineExecutor, run_groups, telling_of_deaths
 
 DISCRETE, CONTINUOUS = "DirectAdjoint", "BacksolveAdjoint"
 REFERENCE_METHOD = "dopri8"
@@ -376,23 +375,6 @@ def compare(
     return series.record(num_steps, status=status, message="; ".join(messages), **values)
 
 
-class WorkerDiedError(RuntimeError):
-    """A worker process ended without a result."""
-
-
-class InlineExecutor(Executor):
-    """Runs each call at once, in this process."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run the call and return its finished future."""
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
 def run_study(
     study: Sequence[Series],
     problems: Mapping[tuple[str, str], GradientProblem],
@@ -438,45 +420,27 @@ def run_study(
     """
     executor = executor or InlineExecutor()
     known = {record.identity: record for record in records.records if record.status != "failed"}
-    waiting: deque[tuple[Series, deque[int]]] = deque()
-    for series in study:
-        missing = deque(n for n in series.steps if series.identity(n) not in known)
-        if missing:
-            waiting.append((series, missing))
-    running: dict[Future[Any], tuple[Series, int, deque[int]]] = {}
+    missing = [
+        [(series, n) for n in series.steps if series.identity(n) not in known] for series in study
+    ]
 
-    def start(series: Series, steps: deque[int]) -> None:
-        if not steps:
-            if not waiting:
-                return
-            series, steps = waiting.popleft()
-        num_steps = steps.popleft()
-        future = executor.submit(measure_cell, make, series, num_steps)
-        running[future] = (series, num_steps, steps)
+    def submit(cell: tuple[Series, int]) -> Future[Any]:
+        return executor.submit(measure_cell, make, *cell)
 
-    try:
-        references = _references([series for series, _ in waiting], problems, make, executor)
-        for _ in range(min(jobs, len(waiting))):
-            start(*waiting.popleft())
-        while running:
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                series, num_steps, steps = running.pop(future)
-                reference = references[series.problem, series.framework]
-                discrete, continuous, seconds = future.result()
-                record = compare(series, num_steps, discrete, continuous, reference)
-                record = replace(record, seconds=seconds)
-                records.append(record)
-                known[record.identity] = record
-                on_record(record)
-                start(series, steps)
-    except BrokenProcessPool:
-        raise WorkerDiedError(
-            f"a worker process died, perhaps for want of memory; the finished cells are in "
-            f"{records.path}; run again with fewer `jobs` to continue"
-        ) from None
-    finally:
-        for future in running:
-            future.cancel()
+    def keep(cell: tuple[Series, int], result: tuple[Outcome, Outcome, float]) -> None:
+        series, num_steps = cell
+        discrete, continuous, seconds = result
+        reference = references[series.problem, series.framework]
+        record = compare(series, num_steps, discrete, continuous, reference)
+        record = replace(record, seconds=seconds)
+        records.append(record)
+        known[record.identity] = record
+        on_record(record)
+
+    with telling_of_deaths(records.path):
+        lacking = [group[0][0] for group in missing if group]
+        references = _references(lacking, problems, make, executor)
+        run_groups(missing, submit, keep, jobs=jobs)
     return [known[series.identity(n)] for series in study for n in series.steps]
 
 

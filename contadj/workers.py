@@ -7,12 +7,89 @@ import multiprocessing.connection
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
-from .convergence import InlineExecutor
+Cell = TypeVar("Cell")
+
+
+class WorkerDiedError(RuntimeError):
+    """A worker process ended without a result."""
+
+
+class InlineExecutor(Executor):
+    """Runs each call at once, in this process."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Run the call and return its finished future."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def run_groups(
+    groups: Sequence[Sequence[Cell]],
+    submit: Callable[[Cell], Future[Any]],
+    keep: Callable[[Cell, Any], None],
+    *,
+    jobs: int,
+) -> None:
+    """Work off groups of cells, the cells of a group one after the other.
+
+    Parameters
+    ----------
+    groups : sequence of sequences of cells
+        A group stays on one job as long as it can, since what its cells share is compiled once for
+        each process.
+    submit : callable
+        Hands a cell to a worker.
+    keep : callable
+        Takes a cell and its result, here, as soon as it is there.
+    jobs : int
+        Groups in work at once.
+    """
+    waiting = deque(deque(group) for group in groups if group)
+    running: dict[Future[Any], tuple[Cell, deque[Cell]]] = {}
+
+    def start(group: deque[Cell]) -> None:
+        if not group:
+            if not waiting:
+                return
+            group = waiting.popleft()
+        cell = group.popleft()
+        running[submit(cell)] = cell, group
+
+    try:
+        for _ in range(min(jobs, len(waiting))):
+            start(waiting.popleft())
+        while running:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                cell, group = running.pop(future)
+                keep(cell, future.result())
+                start(group)
+    finally:
+        for future in running:
+            future.cancel()
+
+
+@contextmanager
+def telling_of_deaths(kept_in: Path) -> Iterator[None]:
+    """Turn the death of a worker process into a `WorkerDiedError` that says what is kept where."""
+    try:
+        yield
+    except BrokenProcessPool:
+        raise WorkerDiedError(
+            f"a worker process died, perhaps for want of memory; the finished cells are in "
+            f"{kept_in}; run again with fewer `jobs` to continue"
+        ) from None
 
 
 @contextmanager

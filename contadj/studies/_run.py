@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import platform
 import time
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Executor, Future
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from .. import __version__
 from ..config import Settings
-from ..convergence import InlineExecutor, WorkerDiedError, one_line
+from ..convergence import one_line
 from ..digests import code_digest
 from ..results import CellRecord, RecordFile, _plain
+from ..workers import InlineExecutor, run_groups, telling_of_deaths
 from . import load_module
 
 _PACKAGES = ("numpy", "scipy", "torch", "torchdiffeq", "torchode", "jax", "diffrax", "equinox")
@@ -124,39 +123,20 @@ class StudyCells:
         executor = executor or InlineExecutor()
         known = self._known(records)
         missing = [
-            deque(cell for cell in group if self._identity(cell) not in known)
-            for group in self._groups
+            [cell for cell in group if self._identity(cell) not in known] for group in self._groups
         ]
-        waiting = deque(group for group in missing if group)
-        running: dict[Future[Any], tuple[Cell, deque[Cell]]] = {}
 
-        def start(group: deque[Cell]) -> None:
-            if not group:
-                if not waiting:
-                    return
-                group = waiting.popleft()
-            cell = group.popleft()
-            running[executor.submit(measure_cell, self._name, cell)] = cell, group
+        def submit(cell: Cell) -> Future[Any]:
+            return executor.submit(measure_cell, self._name, cell)
 
-        try:
-            for _ in range(min(jobs, len(waiting))):
-                start(waiting.popleft())
-            while running:
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    cell, group = running.pop(future)
-                    one = self._record(cell, **future.result())
-                    records.append(one)
-                    known[one.identity] = one
-                    on_record(one)
-                    start(group)
-        except BrokenProcessPool:
-            raise WorkerDiedError(
-                f"a worker process died, perhaps for want of memory; the finished cells are in "
-                f"{records.path}; run again with fewer `jobs` to continue"
-            ) from None
-        finally:
-            for future in running:
-                future.cancel()
+        def keep(cell: Cell, result: dict[str, Any]) -> None:
+            one = self._record(cell, **result)
+            records.append(one)
+            known[one.identity] = one
+            on_record(one)
+
+        with telling_of_deaths(records.path):
+            run_groups(missing, submit, keep, jobs=jobs)
         return [known[one] for one in self._order]
 
 

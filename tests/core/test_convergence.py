@@ -19,7 +19,6 @@ from contadj.convergence import (
     Measurement,
     Reference,
     Series,
-    WorkerDiedError,
     compare,
     complete_reference,
     floor,
@@ -29,6 +28,7 @@ from contadj.convergence import (
 )
 from contadj.problems import Gradient
 from contadj.results import RecordFile, read_records
+from contadj.workers import WorkerDiedError
 
 STEPS = (8, 16, 32)
 
