@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -130,6 +130,32 @@ def slope_triangle(axes: Axes, order: float, right: float, top: float) -> None:
     )  # fmt: skip
 
 
+def legend_below(
+    figure: Figure, panels: Iterable[Axes], order: Sequence[str] | None = None, **options: Any
+) -> None:
+    """Put one legend under a figure: every label of its panels once.
+
+    Parameters
+    ----------
+    figure : matplotlib.figure.Figure
+        Laid out with constraints.
+    panels : iterable of matplotlib.axes.Axes
+        Whose labelled lines are collected.
+    order : sequence of str, optional
+        The labels in their order; by default as they come.
+    **options
+        Of `figure.legend`.
+    """
+    handles: dict[str, Artist] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    labels = list(handles) if order is None else [name for name in order if name in handles]
+    if labels:
+        shown = [handles[name] for name in labels]
+        figure.legend(shown, labels, loc="outside lower center", **options)
+
+
 def convergence_figure(records: Sequence[Record]) -> Figure:
     """Draw a study: one row per problem, one column per quantity.
 
@@ -155,12 +181,5 @@ def convergence_figure(records: Sequence[Record]) -> Figure:
             axes.set_title(f"{problem.rpartition('/')[2]}: {quantity}", fontsize=9)
             axes.set_xlabel("h")
             axes.set_ylabel(f"{LABELS[quantity]}, relative", fontsize=8)
-    handles: dict[str, Artist] = {}
-    for axes in grid.flat:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    if handles:
-        figure.legend(
-            list(handles.values()), list(handles), loc="outside lower center", ncols=6, fontsize=8
-        )
+    legend_below(figure, grid.flat, ncols=6, fontsize=8)
     return figure

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 
 from contadj.figures import Records, Slope
 from contadj.orders import expected_order
-from contadj.plotting import line_style, plot_line, slope_triangle
+from contadj.plotting import legend_below, line_style, plot_line, slope_triangle
 from contadj.studies.along import QUANTITIES, floors, series
 
 RECORDS = ("along",)
@@ -100,11 +100,7 @@ def draw(records: Records) -> Figure:
     _draw_errors(grid[0, 0], every)
     _draw_multipliers(grid[0, 1], every)
     _draw_traces(grid[1], every, _trace_steps(records))
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    handles_b, labels_b = grid[0, 1].get_legend_handles_labels()
-    shown = dict(zip([*labels, *labels_b], [*handles, *handles_b], strict=True))
-    ordered = [name for name in STYLES if name in shown]
-    figure.legend([shown[n] for n in ordered], ordered, loc="outside lower center", ncols=5)
+    legend_below(figure, grid[0], list(STYLES), ncols=5)
     return figure
 
 

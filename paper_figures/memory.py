@@ -16,7 +16,7 @@ parameter gradients make the bytes of BacksolveAdjoint of torchode large at ever
 
 from matplotlib.figure import Figure
 
-from contadj.plotting import plot_line
+from contadj.plotting import legend_below, plot_line
 from contadj.studies import work
 
 RECORDS = ("work",)
@@ -45,12 +45,7 @@ def draw(records):
         ticks = [16, 64, 256, 1024, *([4096] if framework == "jax" else [])]
         axes.set_xticks(ticks, list(map(str, ticks)))
     panels[0].set_ylabel("peak bytes of one gradient")
-    handles = {}
-    for axes in panels:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    order = [label for label in work.LABELS if label in handles]
-    figure.legend([handles[label] for label in order], order, loc="outside lower center", ncols=3)
+    legend_below(figure, panels, work.LABELS, ncols=3)
     return figure
 
 

@@ -13,7 +13,7 @@ over the {rise} steps before k before it decays.
 import numpy as np
 from matplotlib.figure import Figure
 
-from contadj.plotting import line_style
+from contadj.plotting import legend_below, line_style
 
 RECORDS = ("rollout",)
 FINDING = (
@@ -68,9 +68,7 @@ def draw(records):
         axes.set_title(f"{TITLES[int(np.sign(radius - 1))]}, ρ = {radius:g}")
     grid[0].set_ylabel(r"$|dJ/da_t|$, relative to $|dJ/dz_k|$")
     grid[0].plot([], [], "x", color="k", markersize=5, label="JAX")
-    handles, labels = grid[0].get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))
-    figure.legend(list(unique.values()), list(unique), loc="outside lower center", ncols=5)
+    legend_below(figure, grid[:1], ncols=5)
     return figure
 
 

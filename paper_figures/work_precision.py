@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from contadj.figures import Slope
 from contadj.orders import ExpectedOrder
-from contadj.plotting import line_style
+from contadj.plotting import legend_below, line_style
 from contadj.studies import work
 
 RECORDS = ("work",)
@@ -57,12 +57,7 @@ def draw(records):
         row[0].set_ylabel("relative error of the gradient")
     grid[1, 0].set_xlabel("seconds of one gradient")
     grid[1, 1].set_xlabel("peak bytes of one gradient")
-    handles = {}
-    for axes in grid[:, 0]:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    order = [label for label in work.LABELS if label in handles]
-    figure.legend([handles[label] for label in order], order, loc="outside lower center", ncols=3)
+    legend_below(figure, grid[:, 0], work.LABELS, ncols=3)
     return figure
 
 
