@@ -6,11 +6,12 @@ import diffrax
 
 
 class DirectAdjoint(diffrax.DirectAdjoint):
-    """The discrete gradient, by differentiating every step that was taken and keeping it all.
+    """The discrete gradient, by differentiating through every step that was taken.
 
     Diffrax's adjoint of that name, refused without a bound on the number of steps. It
     differentiates in both modes and any number of times, and serves every term, event and `SaveAt`;
-    time and memory follow `max_steps`, O(max_steps * activations).
+    time follows `max_steps`. Its loops are a tree that is rematerialised, so that memory grows with
+    the logarithm of `max_steps` only.
     """
 
     def loop(self, *, max_steps, **kwargs):
