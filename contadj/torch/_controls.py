@@ -13,6 +13,7 @@ from scipy.interpolate import CubicSpline
 from torch import Tensor
 
 from ._mesh import Mesh
+from ._steps import product
 
 KINDS = ("hold", "linear", "cubic")
 
@@ -124,7 +125,7 @@ class Control:
         lift = size * x * (1 - x)
         row = lift * (1 - x) * self._slopes[i] - lift * x * self._slopes[i + 1]
         rise = x * x * (3 - 2 * x)
-        bend = torch.tensordot(row, values, dims=1)
+        bend = product(row, values)
         return values[i] + rise * (values[i + 1] - values[i]) + bend
 
 

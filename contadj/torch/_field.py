@@ -242,6 +242,8 @@ class VectorField:
         versions = [buffer._version for buffer in buffers]
         random_before = _random_state(y.device)
         differentiates: list[bool] = []  # whether f's own derivative in y has a graph
+        # A weight that autocast has cast before would count as computed outside.
+        torch.clear_autocast_cache()
         with torch.enable_grad():
             first_node = (start.real * 1).grad_fn
             hook = start.register_hook(lambda grad: differentiates.append(torch.is_grad_enabled()))
@@ -431,6 +433,7 @@ def same_context(autocast: dict[str, tuple[bool, torch.dtype]], buffers: Sequenc
         for kind, state in autocast.items():
             if state != _autocast(kind):
                 stack.enter_context(torch.autocast(kind, enabled=state[0], dtype=state[1]))
+        torch.clear_autocast_cache()  # a weight cast in the forward pass belongs to its graph
         saved = [buffer.clone() for buffer in buffers]
         try:
             yield

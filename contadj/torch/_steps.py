@@ -43,6 +43,12 @@ def combine(y: Tensor, h: float | Tensor, row: Row, ks: Sequence[Tensor]) -> Ten
     return y
 
 
+def product(weights: Tensor, rows: Tensor) -> Tensor:
+    """sum_j w_ij r_j in full precision: autocast is meant for f, and would round it."""
+    with torch.autocast(rows.device.type, enabled=False):
+        return torch.tensordot(weights, rows, dims=1)
+
+
 @cache
 def _weights(tableau: Tableau) -> tuple[list[Row], Row, Row | None]:
     """The nonzero weights of the stages, of the solution and of its error."""
@@ -95,6 +101,14 @@ class Step:
         """The step size, in the dtype and on the device of the state if it is a tensor."""
         h = self.t_next - self.t
         return h.to(self.y.device, real_dtype(self.y)) if isinstance(h, Tensor) else h
+
+
+def replay_evidence(y: Tensor, got: Tensor, expected: Tensor) -> Tensor:
+    """Largest entries of the expected state, of what led there from y, and of what was missed."""
+    parts = torch.stack([expected, expected - y, got - expected])
+    if not parts.numel():
+        return torch.zeros(3, dtype=real_dtype(y), device=y.device)
+    return parts.abs().reshape(3, -1).amax(1)
 
 
 def enter(f: VectorField, t: float | Tensor, t_next: float | Tensor) -> None:
@@ -272,7 +286,7 @@ class RungeKutta:
             self.dense_weights(step.t, step.t_next, t), dtype=step.y.dtype, device=step.y.device
         )
         slopes = torch.stack(step.slopes[: self._interpolant_stages])
-        return step.y + torch.tensordot(weights, slopes, dims=1)
+        return step.y + product(weights, slopes)
 
     def dense_weights(self, start: ArrayLike, end: ArrayLike, t: ArrayLike) -> np.ndarray:
         """Weights w with y(t_j) = y_n + sum_i w_ji k_i inside the step of t_j, (len(t), slopes)."""

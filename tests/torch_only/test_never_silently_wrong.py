@@ -1,5 +1,7 @@
 """What happens to users without any error elsewhere: here it is right, or an error says so."""
 
+import dataclasses
+import functools
 import warnings
 
 import numpy as np
@@ -10,6 +12,7 @@ from torch import nn
 from contadj.torch import (
     BacksolveAdjoint,
     CheckpointAdjoint,
+    Control,
     DirectAdjoint,
     ForwardSensitivity,
     GaussAdjoint,
@@ -491,14 +494,77 @@ def test_autocast_of_the_forward_pass_holds_in_the_backward_pass(adjoint):
         y.sum().backward()
         return f.seen, [y0.grad, *(p.grad for p in f.parameters())]
 
-    if isinstance(adjoint, BacksolveAdjoint):  # rounding of bfloat16 is beyond the warning's 1e-3
-        adjoint = BacksolveAdjoint(reversal_tolerance=1.0)
-    if isinstance(adjoint, ReversibleAdjoint):
-        adjoint = ReversibleAdjoint(reversal_tolerance=1.0)
-    seen, grads = run(adjoint)
+    seen, grads = run(loose(adjoint))
     assert seen == {torch.bfloat16}
     for a, b in zip(grads, run(DirectAdjoint())[1], strict=True):
         torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-2)
+
+
+class Halved(nn.Module):
+    """A linear layer in the lower precision of autocast."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.linear = nn.Linear(2, 2, dtype=torch.float32)
+
+    def forward(self, t, y):
+        return torch.tanh(self.linear(y)).to(y.dtype)
+
+
+def loose(adjoint):
+    # Rounding of bfloat16 is beyond the warning's 1e-3.
+    if isinstance(adjoint, BacksolveAdjoint | ReversibleAdjoint):
+        return dataclasses.replace(adjoint, reversal_tolerance=1.0)
+    return adjoint
+
+
+@pytest.mark.parametrize("backward", ["inside", "outside"])
+@every
+def test_solves_that_share_an_autocast_context_give_the_gradients_of_solves_with_their_own(
+    adjoint, backward
+):
+    f = Halved()
+    y0 = torch.tensor([[0.5, -0.3]], dtype=torch.float32, requires_grad=True)
+    lower = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+
+    def value():
+        return end(f, y0, loose(adjoint), options={"num_steps": 8}).square().sum()
+
+    def gradient(value):
+        return torch.autograd.grad(value, (y0, *f.parameters()))
+
+    with lower():
+        alone = value()
+    want = gradient(alone)
+    with lower():
+        encoded = f(0.0, y0.detach()).sum()  # autocast keeps the cast weight until the context ends
+        first, second = value(), value()
+        if backward == "inside":
+            got = [gradient(first), gradient(second)]
+    if backward == "outside":
+        got = [gradient(first), gradient(second)]
+    for grads in got:
+        torch.testing.assert_close(grads, want, rtol=0, atol=0)
+    assert all(grad.any() for grad in torch.autograd.grad(encoded, list(f.parameters())))
+
+
+@every
+def test_autocast_rounds_no_state(adjoint):
+    # f has no operation that autocast takes to a lower precision; observations inside a step and a
+    # cubic control are sums with weights.
+    t, knots = torch.linspace(0.0, 1.0, 12), torch.linspace(0.0, 1.0, 4)
+    y0 = torch.tensor([0.5, -0.3], dtype=torch.float32, requires_grad=True)
+    control = Control(knots, torch.tensor([0.3, 0.8, -0.2, 0.1], dtype=torch.float32), kind="cubic")
+
+    def states(enabled):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            return odeint(
+                lambda t, y, u: u - torch.sin(y), y0, t, control=control, method="dopri5",
+                options={"mesh": knots}, adjoint=adjoint,
+            )  # fmt: skip
+
+    torch.testing.assert_close(states(True), states(False), rtol=0, atol=0)
 
 
 # Leaves that need no gradient.

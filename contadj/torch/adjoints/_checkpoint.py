@@ -16,7 +16,7 @@ from torch import Tensor
 from ...checkpointing import OfflineSnapshots, OnlineSnapshots, check_count, walk_back
 from .._compile import CompiledRungeKutta
 from .._mesh import Mesh
-from .._steps import Step, host_time, real_dtype
+from .._steps import Step, host_time, product, real_dtype, replay_evidence
 from ._base import (
     Cotangents,
     Integration,
@@ -236,7 +236,7 @@ class _Sweep:
                 leaves = [time_leaf(x) for x in (start, end)]
                 times = {i: time_leaf(float(integration.times[i])) for i in indices}
                 step = integration.method.take(integration.f, leaves[0], leaves[1], y)
-            self._check_replay(y, step.y_next)
+            self._check_replay(y.detach(), step.y_next.detach())
             outs, cots = [step.y_next], [self.adjoint]
             if integration.running_cost is not None and cotangents.cost is not None:
                 outs.append(integration.method.quadrature(integration.running_cost, step))
@@ -303,15 +303,17 @@ class _Sweep:
             if not self._inside[steps].any():
                 weights = weights[..., :1]
             weights = torch.as_tensor(weights, dtype=y.dtype, device=y.device)
-            cotangents = weights.flatten(1).mT @ cotangent.reshape(len(weights), y.numel())
+            cotangents = product(weights.flatten(1).mT, cotangent.reshape(len(weights), -1))
             cotangents = cotangents.reshape(count, -1, *y.shape)
         totals = [total for total in self._param_grads if total is not None]
-        y_next, self.adjoint, grads = method.pull_back(
-            integration.f, self._table[steps], self._sizes[steps], y, self.adjoint, cotangents,
-            totals or None,
+        expected, self._y_end = self._y_end, None
+        evidence, self.adjoint, grads = method.pull_back(
+            integration.f, self._table[steps], self._sizes[steps], y,
+            y if expected is None else expected, self.adjoint, cotangents, totals or None,
         )  # fmt: skip
         self._param_grads = list(grads)
-        self._check_replay(y, y_next)
+        if expected is not None:
+            check_replay(integration, evidence, y.dtype)
 
     def _pull(self, outs: list, cots: list, y: Tensor, leaves: list) -> None:
         """Add the vector-Jacobian products of `outs` to the adjoint and the gradients."""
@@ -329,9 +331,8 @@ class _Sweep:
     def _check_replay(self, y: Tensor, y_next: Tensor) -> None:
         """The first step taken again must give the state that the forward pass stored."""
         expected, self._y_end = self._y_end, None
-        if expected is None:
-            return
-        check_replay(self.integration, y.detach(), y_next.detach(), expected)
+        if expected is not None:
+            check_replay(self.integration, replay_evidence(y, y_next, expected), y.dtype)
 
     def gradients(self):
         """dL/dy0, dL/dt, dL/dparams."""

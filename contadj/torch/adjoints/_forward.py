@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._steps import Step, host_time
+from .._steps import Step, host_time, product
 from ._base import Adjoint, Integration, time_leaf
 
 
@@ -70,7 +70,7 @@ class _Contract(torch.autograd.Function):
             if grad is None or jacobian is None:
                 continue
             # sum over the output of conj(tangent) times cotangent
-            part = jacobian.reshape(len(jacobian), grad.numel()).conj() @ grad.flatten()
+            part = product(jacobian.reshape(len(jacobian), -1).conj(), grad.flatten())
             total = part if total is None else total + part
         if total is None:
             return (None, None, *[None] * len(inputs))
