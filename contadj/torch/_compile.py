@@ -27,6 +27,7 @@ from ._steps import (
     StepControl,
     first_size,
     real_dtype,
+    replay_evidence,
     time_like,
 )
 
@@ -107,11 +108,15 @@ def _kernels(name: str, small: bool) -> _Kernels:
             slopes.append(_call(func, layout, params, times[count], following))
         return following, torch.stack(slopes)
 
-    def attempts(func, layout, params, number, rtol, atol, numbers, y, first):
-        control = StepControl(rtol, atol)
+    def attempts(func, layout, params, number, tolerances, numbers, y, first):
         (
-            t, size, before, rejected, stop, smallest, largest, safety, most, least
+            t, size, before, rejected, stop, smallest, largest, safety, most, least, rtol, atol
         ) = numbers.unbind()  # fmt: skip
+        if tolerances is None:
+            tolerances = rtol.to(y.real.dtype), atol.to(y.real.dtype)
+        control = StepControl(*tolerances)
+        if fsal and first is None:
+            first = _call(func, layout, params, t.to(y.real.dtype), y)
         if fsal:
             # No size yet: the solve begins.
             start = first_size(
@@ -155,7 +160,7 @@ def _kernels(name: str, small: bool) -> _Kernels:
             first = torch.where(accepted, slopes[-1], slopes[0]) if fsal else None
         return torch.stack(found), torch.stack(rows), torch.stack(ends)
 
-    def pull_back(func, layout, params, times, sizes, y, adjoint, cotangents, totals):
+    def pull_back(func, layout, params, times, sizes, y, expected, adjoint, cotangents, totals):
         slopes_wanted = cotangents.shape[1] > 1
 
         def forward(y, params):
@@ -175,7 +180,7 @@ def _kernels(name: str, small: bool) -> _Kernels:
         grad_y, grad_params = pull((adjoint, cotangents))
         if totals is not None:
             grad_params = {name: totals[name] + grad for name, grad in grad_params.items()}
-        return following, grad_y, grad_params
+        return replay_evidence(y, following, expected), grad_y, grad_params
 
     def adjoint_steps(func, layout, params, times, sizes, z, totals):
         for n, h in enumerate(sizes.unbind()):
@@ -297,16 +302,20 @@ class CompiledRungeKutta(RungeKutta):
     def _try(
         self, control: StepControl, attempt: Attempt, y: Tensor, first: Tensor | None
     ) -> tuple[list[list[float]], Tensor, Tensor]:
+        bounds = control.rtol, control.atol
+        tolerances = None
+        if any(isinstance(bound, Tensor) for bound in bounds):
+            tolerances = tuple(
+                torch.as_tensor(bound, dtype=real_dtype(y), device=y.device) for bound in bounds
+            )
+            bounds = 0.0, 0.0
         numbers = [
-            attempt.t, attempt.size, attempt.error_before, float(attempt.rejected), attempt.stop,
+            attempt.t, attempt.size, attempt.error_before, attempt.rejected, attempt.stop,
             control.min_step, control.max_step, control.safety, control.ifactor, control.dfactor,
+            *bounds,
         ]  # fmt: skip
-        tolerances = [
-            torch.as_tensor(value, dtype=real_dtype(y), device=y.device)
-            for value in (control.rtol, control.atol)
-        ]
         found, rows, ends = self._kernels.attempts(
-            self._func, self._layout, self._params, self.block, *tolerances,
+            self._func, self._layout, self._params, self.block, tolerances,
             torch.tensor(numbers, dtype=torch.float64, device=y.device), y,
             first if self.fsal else None,
         )  # fmt: skip
@@ -340,6 +349,7 @@ class CompiledRungeKutta(RungeKutta):
         times: Tensor,
         sizes: Tensor,
         y: Tensor,
+        expected: Tensor,
         adjoint: Tensor,
         cotangents: Tensor,
         totals: Sequence[Tensor] | None,
@@ -355,6 +365,8 @@ class CompiledRungeKutta(RungeKutta):
         sizes : (steps,) Tensor
         y : Tensor
             The state at the start of the first step.
+        expected : Tensor
+            The state that the forward pass had at the end of the last step.
         adjoint : Tensor
             dL/dy at the end of the last step.
         cotangents : (steps, 1 + slopes, *state) or (steps, 1, *state) Tensor
@@ -364,14 +376,16 @@ class CompiledRungeKutta(RungeKutta):
 
         Returns
         -------
-        y at the end, dL/dy at the start, and the parameter gradients with these steps' added
+        the `replay_evidence`, dL/dy at the start, and the parameter gradients with these steps'
+        added
         """
         sums = None if totals is None else dict(zip(self._names, totals, strict=True))
-        y_next, grad_y, grads = self._kernels.pull_back(
-            self._func, self._layout, self._params, times, sizes, y, adjoint, cotangents, sums
-        )
+        evidence, grad_y, grads = self._kernels.pull_back(
+            self._func, self._layout, self._params, times, sizes, y, expected, adjoint, cotangents,
+            sums,
+        )  # fmt: skip
         f.evaluations += len(times) * self.tableau.evaluations + (cotangents.shape[1] > 1)
-        return y_next, grad_y, [grads[name] for name in self._names]
+        return evidence, grad_y, [grads[name] for name in self._names]
 
     def adjoint_steps(
         self,

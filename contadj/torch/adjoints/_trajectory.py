@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._steps import Step
+from .._steps import Step, replay_evidence
 from ._base import Integration, check_replay
 
 
@@ -37,7 +37,8 @@ class Trajectory:
         self._entered: tuple[int, Step] | None = None
         with torch.no_grad():
             last = self._enter(len(states) - 2)
-            check_replay(integration, last.y, last.y_next, states[-1])
+            evidence = replay_evidence(last.y, last.y_next, states[-1])
+            check_replay(integration, evidence, last.y.dtype)
 
     def __call__(self, t: float) -> Tensor:
         """The state at a time of the interval."""
