@@ -41,9 +41,8 @@ SMALL = 2**16
 
 def named_params(func: Any, params: Sequence[Tensor]) -> Params | None:
     """The parameters by their names in the module, None if one of them is not there."""
-    names: dict[int, str] = {}
-    if isinstance(func, nn.Module):
-        names = {id(param): name for name, param in func.named_parameters()}
+    own = func.named_parameters() if isinstance(func, nn.Module) and params else ()
+    names = {id(param): name for name, param in own}
     if any(id(param) not in names for param in params):
         return None
     return {names[id(param)]: param for param in params}
@@ -332,14 +331,17 @@ class CompiledRungeKutta(RungeKutta):
     ) -> Iterator[Step]:
         """The attempts up to `stop`; an evaluation counts when its attempt is asked for."""
         block = rows if self.fsal and self.interpolates else None
-        for place, (t, t_next, error, _) in enumerate(found):
+        parts, width = rows.flatten(0, 1).unbind(), rows.shape[1]
+        for place, (y_next, (t, t_next, error, _)) in enumerate(
+            zip(ends.unbind(), found, strict=True)
+        ):
             if place and t == stop:
                 return
             f.evaluations += self.tableau.evaluations - (known and not self.fsal)
             known = not error <= 1.0
-            start, *slopes = rows[place].unbind()
+            start, *slopes = parts[place * width : (place + 1) * width]
             yield Step(
-                t, t_next, start, ends[place], slopes, [], (), error_norm=error, block=block,
+                t, t_next, start, y_next, slopes, [], (), error_norm=error, block=block,
                 place=place,
             )  # fmt: skip
 

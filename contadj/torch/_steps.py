@@ -45,8 +45,20 @@ def combine(y: Tensor, h: float | Tensor, row: Row, ks: Sequence[Tensor]) -> Ten
 
 def product(weights: Tensor, rows: Tensor) -> Tensor:
     """sum_j w_ij r_j in full precision: autocast is meant for f, and would round it."""
-    with torch.autocast(rows.device.type, enabled=False):
-        return torch.tensordot(weights, rows, dims=1)
+    kind = rows.device.type
+    if torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            return product(weights, rows)
+    flat = rows.flatten(1) if rows.ndim > 1 else rows
+    return (weights @ flat).view((*weights.shape[:-1], *rows.shape[1:]))
+
+
+@cache
+def _dense_output(tableau: Tableau) -> tuple[np.ndarray, int]:
+    """The interpolant in the slopes, and its order."""
+    if tableau.interpolant is None or tableau.interpolant_order is None:
+        return _hermite(tableau), 3
+    return tableau.interpolant, tableau.interpolant_order
 
 
 @cache
@@ -155,10 +167,7 @@ class RungeKutta:
         self.fsal = tableau.first_same_as_last
         # An interpolant one order below the method's is the convention; below that, an observation
         # inside a step is reached by a shortened step of the method itself.
-        interpolant, order = tableau.interpolant, tableau.interpolant_order
-        if interpolant is None or order is None:
-            interpolant, order = _hermite(tableau), 3
-        self._interpolant = interpolant
+        self._interpolant, order = _dense_output(tableau)
         self.interpolates = order >= tableau.order - 1
         self._interpolant_stages = self._interpolant.shape[0]
 
@@ -172,7 +181,7 @@ class RungeKutta:
         """The times t + c_i h beside y, (..., s); never beyond t_next, where f may not exist."""
         t, t_next = np.asarray(t)[..., None], np.asarray(t_next)[..., None]
         times = np.where(self.nodes == 1.0, t_next, t + self.nodes * (t_next - t))
-        return torch.as_tensor(times, dtype=real_dtype(y), device=y.device)
+        return torch.from_numpy(times).to(y.device, real_dtype(y))
 
     def size_and_times(
         self,
@@ -296,19 +305,21 @@ class RungeKutta:
         return np.reshape(h, (-1, 1)) * (powers @ self._interpolant.T)
 
     def observation_weights(
-        self, starts: Times, ends: Times, t: Times, places: NDArray[np.int64], count: int
+        self, starts: Times, ends: Times, places: NDArray[np.int64], count: int, t: Times
     ) -> Times:
         """Weights of y and of the slopes of `count` steps in y(t_j), (len(t), count, 1 + slopes).
 
-        starts, ends and places, (len(t),), are those of the step of each t_j.
+        starts, ends and places, (steps,), are those of the steps that the t_j lie in.
         """
-        weights = np.zeros(
-            (len(t), count, 1 + max(self.tableau.evaluations + 1, self._interpolant_stages))
-        )
-        rows = np.arange(len(t))
+        forward = starts[0] < ends[0]
+        keys = (starts, t) if forward else (-starts, -t)
+        step = np.searchsorted(*keys, side="right") - 1
+        rows, places = np.arange(len(t)), places[step]
+        width = 1 + max(self.tableau.evaluations + 1, self._interpolant_stages)
+        weights = np.zeros((len(t), count, width))
         weights[rows, places, 0] = 1.0
         weights[rows, places, 1 : 1 + self._interpolant_stages] = self.dense_weights(
-            starts, ends, t
+            starts[step], ends[step], t
         )
         return weights
 

@@ -278,15 +278,12 @@ class Outputs:
             return
         indices, places, starts, ends = zip(*self._waiting, strict=True)
         self._waiting = []
-        counts = [len(some) for some in indices]
-        seen = slice(indices[0].start, indices[-1].stop)
         weights = self.integration.method.observation_weights(
-            np.repeat(starts, counts), np.repeat(ends, counts), self.integration.times[seen],
-            np.repeat(places, counts), len(block),
+            np.array(starts), np.array(ends), np.array(places), len(block),
+            self.integration.times[indices[0].start : indices[-1].stop],
         )  # fmt: skip
-        weights = torch.as_tensor(weights, dtype=block.dtype, device=block.device)
-        states = product(weights.flatten(1), block.reshape(weights[0].numel(), -1))
-        self.ys.append(states.reshape(-1, *block.shape[2:]))
+        weights = torch.from_numpy(weights).to(block.device, block.dtype)
+        self.ys.append(product(weights.flatten(1), block.flatten(0, 1)))
 
     def finish(self, y: Tensor, t: Tensor | None = None) -> Outputs:
         """Collect the observation at the last time."""

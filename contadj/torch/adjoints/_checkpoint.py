@@ -172,7 +172,7 @@ class _Sweep:
         self._starts = mesh.times[:-1].tolist()
         self._ends = mesh.times[1:].tolist()
         self._table = stage_times(integration.method, mesh.times, y0)
-        self._sizes = torch.as_tensor(np.diff(mesh.times), dtype=real_dtype(y0), device=y0.device)
+        self._sizes = torch.from_numpy(np.diff(mesh.times)).to(y0.device, real_dtype(y0))
         self._params = params
         self._t = t if t.requires_grad else None
         self._cotangents = cotangents
@@ -184,14 +184,14 @@ class _Sweep:
 
     def start(self, y: Tensor) -> None:
         """Begin at the last observation time."""
-        self.adjoint = torch.zeros_like(y)
         self._y_end = y
         last = len(self.integration.times) - 1
         cotangent = self._cotangents.of_observations(self.integration, [last])
-        if cotangent is None:
+        if cotangent is not None and self.integration.loss is None:
+            self.adjoint = cotangent[0]
             return
-        if self.integration.loss is None:
-            self.adjoint = self.adjoint + cotangent[0]
+        self.adjoint = torch.zeros_like(y)
+        if cotangent is None:
             return
         with torch.enable_grad():
             y = y.detach().requires_grad_()
@@ -273,17 +273,12 @@ class _Sweep:
         )
 
     @cached_property
-    def _steps_observed(self) -> NDArray[np.int64]:
-        """The step that each observation belongs to."""
-        direction, times = self.integration.direction, self.integration.times
-        return np.searchsorted(direction * self.mesh.times, direction * times, side="right") - 1
-
-    @cached_property
     def _inside(self) -> NDArray[np.bool_]:
         """Whether an observation lies inside a step, not only at its start, by step."""
+        direction, times = self.integration.direction, self.integration.times
+        steps = np.searchsorted(direction * self.mesh.times, direction * times, side="right") - 1
         inside = np.zeros(self.num_steps + 1, dtype=bool)
-        steps = self._steps_observed
-        inside[steps[self.mesh.times[steps] != self.integration.times]] = True
+        inside[steps[self.mesh.times[steps] != times]] = True
         return inside
 
     def _reverse_compiled(self, n: int, count: int, y: Tensor, indices: range) -> None:
@@ -295,16 +290,15 @@ class _Sweep:
             cotangents = y.new_zeros(count, 1, *y.shape)
         else:
             # The dense output is linear in y and the slopes.
-            seen, mesh = slice(indices.start, indices.stop), self.mesh.times
-            places = self._steps_observed[seen]
+            mesh = self.mesh.times[n : n + count + 1]
             weights = method.observation_weights(
-                mesh[places], mesh[places + 1], integration.times[seen], places - n, count
-            )
-            if not self._inside[steps].any():
+                mesh[:-1], mesh[1:], np.arange(count), count,
+                integration.times[indices.start : indices.stop],
+            )  # fmt: skip
+            if not weights[..., 1:].any():
                 weights = weights[..., :1]
-            weights = torch.as_tensor(weights, dtype=y.dtype, device=y.device)
-            cotangents = product(weights.flatten(1).mT, cotangent.reshape(len(weights), -1))
-            cotangents = cotangents.reshape(count, -1, *y.shape)
+            weights = torch.from_numpy(weights).to(y.device, y.dtype)
+            cotangents = product(weights.flatten(1).mT, cotangent).view(count, -1, *y.shape)
         totals = [total for total in self._param_grads if total is not None]
         expected, self._y_end = self._y_end, None
         evidence, self.adjoint, grads = method.pull_back(
