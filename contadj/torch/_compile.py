@@ -26,6 +26,7 @@ from ._steps import (
     Step,
     StepControl,
     first_size,
+    next_size,
     real_dtype,
     replay_evidence,
     time_like,
@@ -89,7 +90,6 @@ def _kernels(name: str, small: bool) -> _Kernels:
     a, b, nodes = tableau.a.tolist(), tableau.b.tolist(), tableau.c.tolist()
     count, fsal = tableau.evaluations, tableau.first_same_as_last
     e = [] if tableau.embedded is None else (tableau.b - tableau.embedded).tolist()
-    exponent = min(tableau.order, tableau.embedded_order or 0) + 1.0
 
     def step(func, layout, params, times, h, y, first):
         slopes = []
@@ -113,7 +113,10 @@ def _kernels(name: str, small: bool) -> _Kernels:
         ) = numbers.unbind()  # fmt: skip
         if tolerances is None:
             tolerances = rtol.to(y.real.dtype), atol.to(y.real.dtype)
-        control = StepControl(*tolerances)
+        control = StepControl(
+            *tolerances, min_step=smallest, max_step=largest, safety=safety, ifactor=most,
+            dfactor=least,
+        )  # fmt: skip
         if fsal and first is None:
             first = _call(func, layout, params, t.to(y.real.dtype), y)
         if fsal:
@@ -122,8 +125,8 @@ def _kernels(name: str, small: bool) -> _Kernels:
                 control, tableau.order, partial(_call, func, layout, params), t, stop, y, first
             )
             size = torch.where(torch.isnan(size), start, size)
-            size = torch.minimum(torch.maximum(size, smallest), largest)
-        direction = torch.sign(stop - t)
+            size = size.clamp(smallest, largest)
+        direction, rejected = torch.sign(stop - t), rejected > 0.0
         found, rows, ends = [], [], []
         for _ in range(number):
             left = (stop - t).abs()
@@ -141,19 +144,10 @@ def _kernels(name: str, small: bool) -> _Kernels:
             found.append(torch.stack([t, t_next, error, size]))
             rows.append(torch.stack([y, *slopes]))
             ends.append(following)
-            # What `adaptive_steps` does with the error, as far as it decides the next attempt.
-            finite = torch.isfinite(error)
-            accepted = (error <= 1.0) | ((planned <= smallest) & finite)
-            factor = error.clamp(min=1e-10) ** (-0.85 / exponent) * before ** (0.2 / exponent)
-            factor = torch.minimum(most, torch.maximum(least, safety * factor))
-            factor = torch.where(rejected > 0.0, factor.clamp(max=1.0), factor)
-            grown = torch.maximum(planned * factor, torch.where(lands, size, 0.0))
-            factor = torch.where(finite, safety * error ** (-1.0 / exponent), 0.0)
-            shrunk = planned * torch.maximum(least, factor).clamp(max=1.0)
-            size = torch.where(accepted, grown, shrunk)
-            size = torch.minimum(torch.maximum(size, smallest), largest)
-            before = torch.where(accepted, error.clamp(min=0.1), before)
-            rejected = torch.where(accepted, 0.0, 1.0).double()
+            accepted, size, before = next_size(
+                control, tableau, error, before, planned, size, lands, rejected
+            )
+            rejected = ~accepted
             t = torch.where(accepted, t_next, t)
             y = torch.where(accepted, following, y)
             first = torch.where(accepted, slopes[-1], slopes[0]) if fsal else None

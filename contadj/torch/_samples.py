@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from ._controls import Control, Drive
 from ._errors import SolveError, SolveStats
 from ._field import StateLayout
 from ._mesh import Mesh, Times
-from ._steps import RungeKutta, StepControl, real_dtype
+from ._steps import RungeKutta, StepControl, first_size, next_size, real_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,21 +163,19 @@ class _Finder:
             return value
         return self.rows(self.layout.unflatten(value.expand_as(y0)))
 
-    def norm(self, scaled: Tensor) -> Tensor:
-        size = max(scaled.shape[1], 1) ** 0.5
-        return torch.linalg.vector_norm(scaled, dim=1).double() / size
-
     def run(self, y0: Tensor) -> SampleMesh:
         y = self.rows(self.layout.unflatten(y0))
-        self.rtol = self.tolerance(self.control.rtol, y0)
-        self.atol = self.tolerance(self.control.atol, y0)
+        self.control = replace(
+            self.control, norm=_norm_of_rows, rtol=self.tolerance(self.control.rtol, y0),
+            atol=self.tolerance(self.control.atol, y0),
+        )  # fmt: skip
         t = torch.full((self.batch,), self.times[0], dtype=torch.float64, device=y.device)
         slope = self.f(t, y)
         self._check_independent(y0, slope)
         stops = {*self.control.step_t, *self.control.jump_t}
         inner = [s for s in stops if min(self.times) < s < max(self.times)]
         points = sorted({*self.times[1:].tolist(), *inner}, key=lambda s: self.direction * s)
-        size = self._first_size(y, slope, t, abs(points[0] - self.times[0]))
+        size = self._first_size(y, slope, t, points[0])
         state = _Samples(t, y, slope, size, torch.ones_like(t), torch.zeros_like(t).bool())
         starts, sizes, ends = [], [], [0]
         observed = set(self.times[1:].tolist())
@@ -207,21 +205,16 @@ class _Finder:
                 "sample another slope in the batch (a mean over it, batch norm): use norm='batch'"
             )
 
-    def _first_size(self, y: Tensor, slope: Tensor, t: Tensor, span: float) -> Tensor:
-        """The first step of each sample (Hairer, Norsett & Wanner I, II.4)."""
+    def _first_size(self, y: Tensor, slope: Tensor, t: Tensor, stop: float) -> Tensor:
+        """The size of the first step of each sample."""
         control = self.control
         if control.first_step is not None:
             size = torch.full_like(t, control.first_step)
         else:
-            scale = self.atol + self.rtol * y.abs()
-            d0, d1 = self.norm(y / scale), self.norm(slope / scale)
-            h0 = torch.where((d0 < 1e-5) | (d1 < 1e-5), 1e-6, 0.01 * d0 / d1).clamp(max=span)
-            moved = y + (self.direction * h0).to(real_dtype(y))[:, None] * slope
-            d2 = self.norm((self.f(t + self.direction * h0, moved) - slope) / scale) / h0
-            steep = torch.maximum(d1, d2)
-            by_slope = (0.01 / steep) ** (1.0 / (self.method.tableau.order + 1))
-            h1 = torch.where(steep > 1e-15, by_slope, (h0 * 1e-3).clamp(min=1e-6))
-            size = torch.minimum(100.0 * h0, h1).clamp(max=span)
+            size = first_size(
+                control, self.method.tableau.order, lambda t, y: self.f(t[:, 0], y), t[:, None],
+                torch.full_like(t, stop)[:, None], y, slope,
+            )[:, 0]  # fmt: skip
         return size.clamp(control.min_step, control.max_step)
 
     def _reach(self, state: _Samples, stop: float) -> tuple[Tensor, Tensor]:
@@ -249,7 +242,7 @@ class _Finder:
 
     def _attempt(self, state: _Samples, stop: float) -> Tensor:
         """One attempt of every sample that is not at the stop; return which were accepted."""
-        control, tableau = self.control, self.method.tableau
+        control = self.control
         active = state.t != stop
         if self.attempts == control.max_num_steps:
             self._fail(active, state, f"`max_num_steps` = {control.max_num_steps} steps were tried")
@@ -271,27 +264,19 @@ class _Finder:
             self.f, torch.zeros_like(column), column, state.y, times=stage_times,
             first=state.slope, last=True,
         )  # fmt: skip
-        scale = self.atol + self.rtol * torch.maximum(state.y.abs(), step.y_next.abs())
-        error = self.norm(self.method.error(step) / scale)
+        error = control.error_norm(self.method.error(step), state.y, step.y_next)[:, 0]
         finite = torch.isfinite(error)
         hopeless = active & ~finite & (h < 1e-13 * torch.maximum(state.t.abs(), left))
         hopeless |= active & ~torch.isfinite(state.slope).all(dim=1)
         if bool(hopeless.any()):
             self._fail(hopeless, state, "f is not finite")
-        accepted = active & ((error <= 1.0) | ((h <= control.min_step) & finite))
-        rejected = active & ~accepted
+        accepted, size, last_error = next_size(
+            control, self.method.tableau, error, state.error, h, state.size, lands, state.rejected
+        )
+        accepted, rejected = active & accepted, active & ~accepted
         self.stats.steps_rejected += int(rejected.any())
-        assert tableau.embedded_order is not None
-        exponent = min(tableau.order, tableau.embedded_order) + 1.0
-        grown = error.clamp(min=1e-10) ** (-0.85 / exponent) * state.error ** (0.2 / exponent)
-        grown = (control.safety * grown).clamp(control.dfactor, control.ifactor)
-        grown = torch.where(state.rejected, grown.clamp(max=1.0), grown) * h
-        grown = torch.where(lands, torch.maximum(grown, state.size), grown)
-        shrunk = torch.where(finite, control.safety * error ** (-1.0 / exponent), 0.0)
-        shrunk = h * shrunk.clamp(control.dfactor, 1.0)
-        size = torch.where(accepted, grown, torch.where(rejected, shrunk, state.size))
-        state.size = size.clamp(control.min_step, control.max_step)
-        state.error = torch.where(accepted, error.clamp(min=0.1), state.error)
+        state.size = torch.where(active, size, state.size)
+        state.error = torch.where(active, last_error, state.error)
         state.rejected = torch.where(active, rejected, state.rejected)
         state.t = torch.where(accepted, t_next, state.t)
         if self.method.fsal:
@@ -310,6 +295,11 @@ class _Finder:
             "implicit method if the problem is stiff",
             self.stats,
         )
+
+
+def _norm_of_rows(scaled: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
+    return norm.double() / max(scaled.shape[1], 1) ** 0.5
 
 
 @dataclass

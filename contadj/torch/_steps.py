@@ -431,6 +431,38 @@ def first_size(
     return torch.minimum(torch.minimum(100.0 * h0, h1), span)
 
 
+def next_size(
+    control: StepControl,
+    tableau: Tableau,
+    error: Tensor,
+    before: Tensor,
+    planned: Tensor,
+    size: Tensor,
+    lands: Tensor,
+    rejected: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `adaptive_steps` decides on host numbers, on tensors: after an attempt of size `planned`
+    with the norm `error`, whether it is accepted, the next size, and the last accepted error.
+    """
+    exponent = error_exponent(tableau)
+    finite = torch.isfinite(error)
+    accepted = (error <= 1.0) | ((planned <= control.min_step) & finite)
+    factor = error.clamp(min=1e-10) ** (-0.85 / exponent) * before ** (0.2 / exponent)
+    factor = (control.safety * factor).clamp(control.dfactor, control.ifactor)
+    factor = torch.where(rejected, factor.clamp(max=1.0), factor)
+    grown = torch.maximum(planned * factor, torch.where(lands, size, 0.0))
+    factor = torch.where(finite, control.safety * error ** (-1.0 / exponent), 0.0)
+    shrunk = planned * factor.clamp(min=control.dfactor).clamp(max=1.0)
+    size = torch.where(accepted, grown, shrunk).clamp(control.min_step, control.max_step)
+    return accepted, size, torch.where(accepted, error.clamp(min=0.1), before)
+
+
+def error_exponent(tableau: Tableau) -> float:
+    """The power of h that the error of a step is proportional to."""
+    assert tableau.embedded_order is not None
+    return min(tableau.order, tableau.embedded_order) + 1.0
+
+
 @dataclass(slots=True)
 class Attempt:
     """What decides the size of an adaptive step that is about to be tried, and of the next ones.
@@ -478,9 +510,7 @@ def adaptive_steps(
         If f is not finite, if the step size falls below the spacing of floating-point times, or
         after `max_num_steps` attempts.
     """
-    tableau = method.tableau
-    assert tableau.embedded_order is not None
-    exponent = min(tableau.order, tableau.embedded_order) + 1.0
+    exponent = error_exponent(method.tableau)
     direction = 1.0 if t1 > t0 else -1.0
     knots = getattr(f, "knots", ())
     stops = sorted(
