@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -191,8 +192,10 @@ def solve(
         method that only torchdiffeq has).
     params : iterable of tensors, or mapping of str to Tensor
         The tensors that f uses and that gradients are wanted for; by default the parameters of
-        `func`, `running_cost` and `loss`, and any leaf tensor that f is seen to use. A mapping by
-        name takes the place of the parameters of the module `func`.
+        `func`, `running_cost` and `loss`, and any leaf tensor that they are seen to use when they
+        are first evaluated. One that they use only later must be given here: the backward pass
+        looks at every evaluation and raises ValueError otherwise. A mapping by name takes the place
+        of the parameters of the module `func`.
     control : Control
         u(t) on a grid of knots, the end of a step each: func(t, y, u) and running_cost(t, y, u) are
         called with its value, and gradients reach its values. Knots are added to a mesh of
@@ -273,6 +276,10 @@ def solve(
                 f.enter_beside(0.0, 1.0)
         if control is not None and drive is not None and isinstance(mesh, Mesh):
             mesh = drive.on_knots(mesh, "mesh" in (options or {}))
+        if cost is not None:
+            cost = partial(f.watched, "running_cost", cost)
+        if observed is not None:
+            observed = partial(f.watched, "loss", observed)
         integration = Integration(
             f, stepper(get_tableau(method), options, layout), mesh, times, cost, observed, stats
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -126,6 +127,8 @@ def solve(
     from ._solve import _complete_params, _costs
     from .adjoints import BacksolveAdjoint, DirectAdjoint
 
+    if running_cost is not None:
+        running_cost = partial(f.watched, "running_cost", running_cost)
     if isinstance(adjoint, DirectAdjoint):
         if method == "scipy_solver" and torch.is_grad_enabled():
             raise ValueError(
@@ -221,7 +224,8 @@ class _Backsolve(torch.autograd.Function):
         ys, t, *params = ctx.saved_tensors
         reverse = _Reverse(ctx.adjoint, ctx.problem, ctx.times, params, grad_cost)
         evaluations = ctx.problem.f.evaluations
-        results = reverse.run(ys, grad_ys, t)
+        with ctx.problem.f.watching(params):
+            results = reverse.run(ys, grad_ys, t)
         ctx.stats.f_evaluations_backward = ctx.problem.f.evaluations - evaluations
         report_reversal(
             ctx.stats,

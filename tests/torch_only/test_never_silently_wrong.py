@@ -203,6 +203,115 @@ def test_a_cost_that_uses_an_encoder_is_refused_by_its_name(adjoint, argument):
         )  # fmt: skip
 
 
+# A tensor that is used only after the first evaluation.
+
+
+class Late(nn.Module):
+    """-k y, and +k2 y in a window of time."""
+
+    def __init__(self, start=0.5, end=2.0):
+        super().__init__()
+        self.start, self.end = start, end
+        self.k = nn.Parameter(torch.tensor([0.4, 0.9]))
+        self.late = [leaf(0.3, 0.8)]  # not registered
+
+    def forward(self, t, y):
+        inside = self.start < t <= self.end
+        return torch.sin(self.late[0] * y) if inside else torch.sin(self.k * y)
+
+
+LOST = "uses a tensor of shape .* that needs a gradient and that it did not use when.*`params`"
+WINDOWS = {"to the end": (0.5, 2.0), "within one step": (15.2 / STEPS, 15.8 / STEPS)}
+
+
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@not_direct
+def test_a_leaf_that_f_uses_later_is_refused_until_it_is_in_params(adjoint, window):
+    f, y0 = Late(*window), leaf(0.5, -0.3)
+    with pytest.raises(ValueError, match=f"`func` {LOST}"):
+        end(f, y0, adjoint).sum().backward()
+    # The jump of f leaves the continuous gradients no order.
+    if isinstance(adjoint, CheckpointAdjoint | ForwardSensitivity):
+        assert_gradients(adjoint, f, y0, (y0, f.k, *f.late), params=(f.k, *f.late))
+    else:
+        got = torch.autograd.grad(end(f, y0, adjoint, params=(f.k, *f.late)).sum(), f.late)
+        assert got[0].abs().min() > 1e-4
+
+
+def test_a_leaf_that_f_uses_later_is_right_with_the_direct_adjoint():
+    f, y0 = Late(), leaf(0.5, -0.3)
+    assert_gradients(DirectAdjoint(), f, y0, (y0, f.k, *f.late))
+
+
+@pytest.mark.parametrize("method", ["bosh3", "implicit_midpoint"])
+@not_direct
+def test_a_leaf_that_f_uses_later_is_refused_with_other_methods_too(adjoint, method):
+    if isinstance(adjoint, ReversibleAdjoint) and method == "implicit_midpoint":
+        pytest.skip("the coupling is for explicit methods")
+    options = None if method == "bosh3" else {"num_steps": STEPS}
+    with pytest.raises(ValueError, match=f"`func` {LOST}"):
+        end(Late(), leaf(0.5, -0.3), adjoint, method=method, options=options).sum().backward()
+
+
+def test_a_leaf_that_f_uses_later_is_refused_with_the_torchdiffeq_engine_too():
+    y = end(Late(), leaf(0.5, -0.3), BacksolveAdjoint(), method="rk4", engine="torchdiffeq")
+    with pytest.raises(ValueError, match=f"`func` {LOST}"):
+        y.sum().backward()
+
+
+@not_direct
+def test_a_tensor_with_a_graph_of_its_own_that_f_uses_later_is_refused_too(adjoint):
+    f, w = Late(), leaf(0.3, 0.8)
+    f.late = [torch.tanh(w)]
+    with pytest.raises(ValueError, match=f"`func` {LOST}"):
+        end(f, leaf(0.5, -0.3), adjoint).sum().backward()
+
+
+@pytest.mark.parametrize("adjoint", [CheckpointAdjoint(), CheckpointAdjoint(3)], ids=["None", "3"])
+def test_a_leaf_that_f_uses_later_is_refused_in_a_second_derivative_too(adjoint):
+    y0 = leaf(0.5, -0.3)
+    with pytest.raises(ValueError, match=f"`func` {LOST}"):
+        torch.autograd.grad(end(Late(), y0, adjoint).sum(), y0, create_graph=True)
+
+
+@pytest.mark.parametrize("argument", ["running_cost", "loss"])
+@not_direct
+def test_a_leaf_that_a_cost_uses_later_is_refused_until_it_is_in_params(adjoint, argument):
+    weight, y0, t = leaf(2.0), leaf(0.5, -0.3), torch.tensor([0.0, 0.25, 1.0])
+
+    def cost(*arguments):
+        *_, t, y = arguments
+        return (weight * y).sum() if t > 0.1 else y.sum()
+
+    def value(**more):
+        solution = solve(
+            lambda t, y: -y, y0, t, method="rk4_classic", options={"num_steps": 10},
+            adjoint=adjoint, **{argument: cost}, **more,
+        )  # fmt: skip
+        return solution.cost if argument == "running_cost" else solution.loss
+
+    with pytest.raises(ValueError, match=f"`{argument}` {LOST}"):
+        value().backward()
+    got = torch.autograd.grad(value(params=(weight,)), weight)[0]
+    if argument == "loss":
+        np.testing.assert_allclose(got, [0.2 * (np.exp(-0.25) + np.exp(-1))], rtol=1e-5)
+    assert got > 0.01
+
+
+@every
+def test_a_leaf_that_f_makes_for_itself_is_no_error(adjoint):
+    y0, k = leaf(0.5, -0.3), leaf(1.3)
+
+    def f(t, y):
+        with torch.enable_grad():
+            s = t.detach().clone().requires_grad_()
+            rate = torch.autograd.grad(torch.sin(2 * s) + s**3, s, create_graph=True)[0]
+        return rate * torch.sin(k * y)
+
+    for more in ({}, {"params": (k,)}):
+        assert_gradients(adjoint, f, y0, (y0, k), **more)
+
+
 # f calls autograd itself.
 
 

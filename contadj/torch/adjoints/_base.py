@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from abc import ABC, abstractmethod
 from bisect import bisect_left
@@ -151,9 +152,11 @@ class Integration:
         assert total is not None
         return total
 
-    def again(self):
-        """The context in which f must be evaluated a second time."""
-        return same_context(self.autocast, self.buffers)
+    @contextlib.contextmanager
+    def again(self, params: Sequence[Tensor] | None):
+        """The context in which f must be evaluated a second time, for the gradients of `params`."""
+        with same_context(self.autocast, self.buffers), self.f.watching(params):
+            yield
 
 
 def fixed_steps(
@@ -395,7 +398,7 @@ class _Solve(torch.autograd.Function):
             return (None,) * (4 + ctx.count)
         run = adjoint.differentiable_backward if torch.is_grad_enabled() else adjoint.backward
         before = integration.f.evaluations
-        with integration.again():
+        with integration.again(params):
             grad_y0, grad_t, grad_params = run(
                 integration, tensors, ctx.notes, y0, t, params, Cotangents(*grads)
             )

@@ -104,6 +104,7 @@ class _Tangents:
     ):
         self.integration, self.y0, self.t = integration, y0.detach(), t
         self.params = params if inputs else ()
+        self.watched = params if inputs else None
         self.moving_times = any(x is t for x in inputs)
         self.count = sum(_directions(x) for x in inputs)
         self.columns: dict[int, slice] = {}
@@ -162,7 +163,7 @@ class _Tangents:
 
     def _advance(self, y, tangent, n, start, end, indices, mesh_times, found: Step):
         integration = self.integration
-        with integration.again(), torch.enable_grad():
+        with integration.again(self.watched), torch.enable_grad():
             leaf = y.detach().requires_grad_()
             inputs, tangents = [leaf, *self.params], [tangent, *self.param_tangents]
             times = None
@@ -202,7 +203,7 @@ class _Tangents:
         integration = self.integration
         if integration.loss is None:
             return [y[None]], [tangent[:, None]]
-        with torch.enable_grad():
+        with integration.again(self.watched), torch.enable_grad():
             leaf = y.detach().requires_grad_()
             inputs, tangents = [leaf, *self.params], [tangent, *self.param_tangents]
             times = None
