@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 ON_REVERSAL = ("warn", "raise")
+# The distance of the two states of a reversible coupling, over their size, above which its gradient
+# is reported: where the coupling is unstable, that distance is about the gradient's relative error.
+COUPLING_TOLERANCE = 0.25
 
 
 class ReversalWarning(UserWarning):
-    """The state rebuilt in reverse time has drifted from the one of the forward solve."""
+    """The state rebuilt in reverse time has drifted from the one of the forward solve.
+
+    Or the two states of a reversible coupling have drifted apart.
+    """
 
 
 def check_reversal(tolerance: float, on_reversal: str) -> None:
@@ -27,4 +33,14 @@ def reversal_message(error: float | None, tolerance: float, remedy: str) -> str:
         f"the state rebuilt in reverse time is off {size}more than `reversal_tolerance` = "
         f"{tolerance:.1e} of its size: the gradient may be worthless. Use CheckpointAdjoint(), or "
         f"{remedy}, or smaller steps"
+    )
+
+
+def coupling_message(apart: float | None) -> str:
+    """What is said of a distance above `COUPLING_TOLERANCE`; None where its value is not known."""
+    size = "" if apart is None else f"by {apart:.1e} of their size, "
+    return (
+        f"the two states of the reversible coupling are apart {size}more than "
+        f"{COUPLING_TOLERANCE:g}: it is unstable with these steps and the gradient may be "
+        "worthless. Use smaller steps, or CheckpointAdjoint()"
     )

@@ -132,3 +132,30 @@ def test_an_implicit_solver_is_refused_with_what_to_use():
             diffrax.ODETerm(field), diffrax.ImplicitEuler(), 0.0, 1.0, 0.1, POINT[0], 0.9,
             adjoint=ReversibleAdjoint(), stepsize_controller=diffrax.PIDController(1e-3, 1e-3),
         )  # fmt: skip
+
+
+def stiff(steps):
+    """The gradient of slow_fast with K = 20 by the coupling around rk4_classic."""
+
+    def value(K):
+        term = diffrax.ODETerm(
+            lambda t, y, K: jnp.stack([-K * (y[0] - jnp.cos(y[1])), -y[1] + y[0]])
+        )
+        ys = diffrax.diffeqsolve(
+            term, get_solver("rk4_classic"), 0.0, 1.0, 1 / steps, jnp.array([2.0, 1.0]), K,
+            adjoint=ReversibleAdjoint(), max_steps=steps,
+        ).ys  # fmt: skip
+        return (ys[0, 1] - 1) ** 2
+
+    gradient = jax.jit(jax.grad(value))(20.0)
+    jax.effects_barrier()
+    return gradient
+
+
+def test_a_coupling_that_is_unstable_on_a_stiff_problem_is_warned_about():
+    with pytest.warns(ReversalWarning, match="two states of the reversible coupling are apart"):
+        stiff(128)
+
+
+def test_a_coupling_on_a_stiff_problem_is_not_warned_about_where_the_steps_are_small():
+    assert np.isfinite(stiff(512))  # a warning is an error here

@@ -148,3 +148,50 @@ def test_an_adaptive_coupled_solve_meets_its_tolerance(method):
 def test_a_coupling_outside_its_range_is_refused(coupling):
     with pytest.raises(ValueError, match=r"`coupling` must be in \(0, 1\]"):
         ct.ReversibleAdjoint(coupling)
+
+
+def stiff(coupling, steps, **more):
+    """The gradient of slow_fast with K = 20, relative to that of dopri8 on a fine mesh."""
+    problem = builtin_problem("slow_fast", K=20.0)
+    t = torch.tensor([problem.t0, problem.t1], dtype=F64)
+
+    def gradient(adjoint, method, num_steps):
+        tensors = _Tensors(problem, F64, torch.device("cpu"))
+        solution = ct.solve(
+            tensors.field, tensors.y0, t, params=tensors.leaves, method=method, adjoint=adjoint,
+            options={"num_steps": num_steps},
+        )  # fmt: skip
+        grads = torch.autograd.grad(tensors.end(solution.ys[-1]), [tensors.y0, *tensors.leaves])
+        return torch.cat([grad.reshape(-1) for grad in grads]), solution.stats
+
+    exact, _ = gradient(ct.DirectAdjoint(), "dopri8", 100)
+    got, stats = gradient(ct.ReversibleAdjoint(coupling, **more), "rk4_classic", steps)
+    return float((got - exact).norm() / exact.norm()), stats.reversal_error
+
+
+APART = r"two states of the reversible coupling are apart .*smaller steps, or CheckpointAdjoint"
+
+
+@pytest.mark.parametrize(("coupling", "steps"), [(0.99, 32), (0.99, 128), (0.999, 128)])
+def test_a_coupling_that_is_unstable_on_a_stiff_problem_is_warned_about(coupling, steps):
+    # Every step can be undone to rounding: the reversal error does not tell.
+    with pytest.warns(ct.ReversalWarning, match=APART):
+        error, reversal_error = stiff(coupling, steps)
+    assert error > 1.0
+    assert reversal_error < 1e-7
+
+
+@pytest.mark.parametrize(("coupling", "steps"), [(0.9, 128), (0.99, 512)])
+def test_a_coupling_on_a_stiff_problem_is_not_warned_about_where_the_gradient_is_right(
+    coupling, steps
+):
+    assert stiff(coupling, steps)[0] < 1e-3  # a warning is an error here
+
+
+def test_an_unstable_coupling_raises_on_request():
+    with pytest.raises(ct.SolveError, match=APART):
+        stiff(0.99, 128, on_reversal="raise")
+
+
+def test_an_unstable_coupling_is_not_reported_where_nothing_is_to_be_reported():
+    assert stiff(0.99, 128, reversal_tolerance=math.inf)[0] > 1.0

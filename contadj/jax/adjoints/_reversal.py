@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 
-from ...reversal import ReversalWarning, check_reversal, reversal_message
+from ...reversal import (
+    COUPLING_TOLERANCE,
+    ReversalWarning,
+    check_reversal,
+    coupling_message,
+    reversal_message,
+)
 
 PyTree = Any
 
@@ -36,21 +42,30 @@ class Reversal(eqx.Module):
         The warning comes from a callback on the host, which is only called where it is due; under
         `jax.vmap`, for every element, so that the error is looked at once more there.
         """
+
+        def message(error):
+            return reversal_message(error, self.tolerance, remedy)
+
+        return self._report(gradient, error, self.tolerance, message, throw)
+
+    def report_apart(self, gradient: PyTree, apart, throw: bool) -> PyTree:
+        """The same where the two states of a reversible coupling are too far apart."""
+        return self._report(gradient, apart, COUPLING_TOLERANCE, coupling_message, throw)
+
+    def _report(self, gradient, error, tolerance, message, throw):
         if not self.wanted:
             return gradient
         error = lax.stop_gradient(error)
-        due = ~(error <= self.tolerance)  # nan too
+        due = ~(error <= tolerance)  # nan too
         if self.action == "raise":
             gradient = jtu.tree_map(lambda x: jnp.where(due, jnp.nan, x), gradient)
             if throw:
-                message = reversal_message(None, self.tolerance, remedy)
-                gradient = eqx.error_if(gradient, due, message)
+                gradient = eqx.error_if(gradient, due, message(None))
             return gradient
 
         def warn(error):
-            if not error <= self.tolerance:
-                message = reversal_message(float(error), self.tolerance, remedy)
-                warnings.warn(message, ReversalWarning, stacklevel=2)
+            if not error <= tolerance:
+                warnings.warn(message(float(error)), ReversalWarning, stacklevel=2)
 
         lax.cond(due, lambda e: jax.debug.callback(warn, e), lambda e: None, error)
         return gradient

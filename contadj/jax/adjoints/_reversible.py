@@ -42,8 +42,9 @@ class ReversibleAdjoint(diffrax.AbstractAdjoint):
     which keeps the order of a method of even order and can be undone step by step. Undoing it
     amplifies round-off by about l^(-N), so that l must go to 1 with the number of steps N; the
     distance of the y_0 that is reached from the one given is the reversal error, in the statistics
-    of `value_grad_and_stats`. The stability region is narrow. Beside the states, the step times are
-    kept. Dense output is the cubic Hermite polynomial.
+    of `value_grad_and_stats`. The stability region is narrow: where y and z drift apart by more than
+    a quarter of their size, the gradient is reported as worthless too. Beside the states, the step
+    times are kept. Dense output is the cubic Hermite polynomial.
 
     Parameters
     ----------
@@ -52,7 +53,8 @@ class ReversibleAdjoint(diffrax.AbstractAdjoint):
     capacity : int, optional
         Room for step times; `max_steps` where None.
     reversal_tolerance : float
-        Reversal error above which the gradient is reported as worthless.
+        Reversal error above which the gradient is reported as worthless; float("inf") reports
+        nothing, nor that y and z drift apart.
     on_reversal : "warn" or "raise"
         What happens then: a `ReversalWarning`, under `jax.jit` too; or an error, which is nan in
         the gradient with `diffeqsolve(..., throw=False)`.
@@ -185,17 +187,26 @@ def _solve_fwd(perturbed, inputs, *, options: Options, capacity: int, reversal: 
     )
     record = _tree.buffer(capacity, split(solve, options, example)[0])
 
-    def keep(n, step, record):
-        return _tree.write(record, n, split(solve, options, step)[0])
+    def keep(n, step, kept):
+        record, apart = kept
+        apart = jnp.maximum(apart, _apart(step.y))
+        return _tree.write(record, n, split(solve, options, step)[0]), apart
 
-    end = march(solve, options, capacity=capacity, keep=keep, record=record)
-    return leave(end), (end.record, end.accepted, end.ts_index, end.y, end.tprev)
+    kept = record, jnp.zeros_like(_apart(solve.y0))
+    end = march(solve, options, capacity=capacity, keep=keep, record=kept)
+    record, apart = end.record
+    apart = jnp.maximum(apart, _apart(end.y))
+    return leave(end), (record, apart, end.accepted, end.ts_index, end.y, end.tprev)
+
+
+def _apart(pair):
+    return _tree.norm(jtu.tree_map(jnp.subtract, *pair))
 
 
 @_solve.def_bwd
 def _solve_bwd(residuals, cotangents, perturbed, inputs, *, options, capacity, reversal):
     solve, probe = inputs
-    record, *end = residuals
+    record, apart, *end = residuals
     count, _, last, _ = end
     rebuilt = []
 
@@ -220,6 +231,7 @@ def _solve_bwd(residuals, cotangents, perturbed, inputs, *, options, capacity, r
     size = jnp.maximum(_tree.norm(solve.y0[0]), _tree.norm(last[0]))
     error = jnp.maximum(*map(_tree.norm, gone)) / size
     gradient = reversal.report(gradient, error, "a `coupling` closer to 1", options.throw)
+    gradient = reversal.report_apart(gradient, apart / size, options.throw)
     gradient = _tree.reversed_once(gradient, "ReversibleAdjoint")
     if probe is None:
         return gradient, None

@@ -418,10 +418,14 @@ def report_reversal(
     stats.reversal_error = error = float(drift / scale) if float(scale) > 0 else float(drift)
     if error <= tolerance or tolerance == float("inf"):
         return
-    message = reversal_message(error, tolerance, remedy)
+    warn_or_raise(stats, reversal_message(error, tolerance, remedy), on_reversal)
+
+
+def warn_or_raise(stats: SolveStats, message: str, on_reversal: str) -> None:
+    """Say that a gradient may be worthless."""
     if on_reversal == "raise":
         raise SolveError(message, stats)
-    warnings.warn(message, ReversalWarning, stacklevel=2)
+    warnings.warn(message, ReversalWarning, stacklevel=3)
 
 
 def accumulate(totals: list, parts: Sequence[Tensor | None], scale: float = 1.0) -> None:

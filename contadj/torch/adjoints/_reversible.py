@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...reversal import check_reversal
+from ...reversal import COUPLING_TOLERANCE, check_reversal, coupling_message
 from .._mesh import Mesh
 from .._steps import (
     RungeKutta,
@@ -26,6 +26,7 @@ from ._base import (
     accumulate,
     report_reversal,
     time_leaf,
+    warn_or_raise,
 )
 
 
@@ -39,14 +40,16 @@ class ReversibleAdjoint(ReplayingAdjoint):
 
     which keeps the order of a method of even order and can be undone step by step. Undoing it
     amplifies round-off by about l^(-N): the reversal error is measured, and l must go to 1 with the
-    number of steps N. The stability region is narrow.
+    number of steps N. The stability region is narrow: where y and z drift apart by more than a
+    quarter of their size, the gradient is reported as worthless too.
 
     Parameters
     ----------
     coupling : float
         l in (0, 1]; 0.99 for up to about 1,000 steps in double precision, 0.999 for 10,000.
     reversal_tolerance : float
-        Reversal error above which the gradient is reported as worthless.
+        Reversal error above which the gradient is reported as worthless; float("inf") reports
+        nothing, nor that y and z drift apart.
     on_reversal : "warn" or "raise"
         What happens then: a `ReversalWarning`, or a `SolveError`.
 
@@ -71,16 +74,18 @@ class ReversibleAdjoint(ReplayingAdjoint):
         outputs = Outputs(coupled)
         pair = torch.stack([y0, y0])
         scale = torch.linalg.vector_norm(y0)
+        apart = torch.zeros_like(scale)
         ends: list[float] = []
         for step in coupled.steps(pair):
             outputs.take(step)
             pair = step.y_next
             scale = torch.maximum(scale, torch.linalg.vector_norm(pair[0]))
+            apart = torch.maximum(apart, torch.linalg.vector_norm(pair[0] - pair[1]))
             ends.append(host_time(step.t_next))
         mesh = integration.mesh
         if not isinstance(mesh, Mesh):
             mesh = Mesh.found(integration.times[0], ends)
-        return outputs.finish(pair[0]).tensors(), [pair, scale], mesh
+        return outputs.finish(pair[0]).tensors(), [pair, scale, apart], mesh
 
     def _coupled(self, integration: Integration, y0: Tensor) -> Integration:
         """The integration of the pair."""
@@ -108,7 +113,7 @@ class ReversibleAdjoint(ReplayingAdjoint):
         cotangents: Cotangents,
     ):
         """Undo the steps one by one and pull back through each."""
-        pair, scale = tensors
+        pair, scale, apart = tensors
         coupled = CoupledMethod(integration.method.tableau, self.coupling)
         integration = replace(integration, method=coupled, mesh=notes)
         sweep = _Sweep(coupled, integration, notes, params, t, cotangents)
@@ -122,6 +127,9 @@ class ReversibleAdjoint(ReplayingAdjoint):
             self.on_reversal,
             "a `coupling` closer to 1",
         )
+        distance = float(apart / scale) if float(scale) > 0 else float(apart)
+        if not distance <= COUPLING_TOLERANCE and self.reversal_tolerance != float("inf"):
+            warn_or_raise(integration.stats, coupling_message(distance), self.on_reversal)
         return result
 
 
