@@ -42,9 +42,9 @@ class ReversibleAdjoint(diffrax.AbstractAdjoint):
     which keeps the order of a method of even order and can be undone step by step. Undoing it
     amplifies round-off by about l^(-N), so that l must go to 1 with the number of steps N; the
     distance of the y_0 that is reached from the one given is the reversal error, in the statistics
-    of `value_grad_and_stats`. The stability region is narrow: where y and z drift apart by more than
-    a quarter of their size, the gradient is reported as worthless too. Beside the states, the step
-    times are kept. Dense output is the cubic Hermite polynomial.
+    of `value_grad_and_stats`. The stability region is narrow: where y and z drift apart by more
+    than a quarter of their size, the gradient is reported as worthless too. Beside the states, the
+    step times are kept. Dense output is the cubic Hermite polynomial.
 
     Parameters
     ----------
