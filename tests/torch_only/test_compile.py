@@ -248,3 +248,21 @@ def test_autocast_is_that_of_the_forward_pass():
     eps = torch.finfo(torch.bfloat16).eps
     assert float((compiled - eager).norm()) < 4 * eps * float(eager.norm())
     assert float((compiled - full).norm()) > 0.01 * eps * float(full.norm())
+
+
+@pytest.mark.parametrize("adjoint", [ct.CheckpointAdjoint(), ct.BacksolveAdjoint()], ids=repr)
+def test_a_branch_on_the_time_is_refused_so_that_no_tensor_is_used_only_later(adjoint):
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Parameter(torch.tensor([0.4, 0.9]))
+            self.late = [torch.tensor([0.3, 0.8], requires_grad=True)]  # not registered
+
+        def forward(self, t, y):
+            return torch.sin((self.late[0] if t > 0.5 else self.first) * y)
+
+    with pytest.raises(RuntimeError, match="Data-dependent branching"):
+        ct.odeint(
+            Late(), torch.ones(2), torch.tensor([0.0, 1.0]), method="rk4", adjoint=adjoint,
+            options={"num_steps": 4}, compile=True,
+        )  # fmt: skip
