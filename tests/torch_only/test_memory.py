@@ -165,8 +165,10 @@ def test_checkpointing_grows_by_the_states_alone():
 @CONSTANT
 @pytest.mark.parametrize("observations", [2, 1001], ids="{} observations".format)
 def test_ten_thousand_steps_stay_under_the_ceiling(adjoint, observations):
-    # A state of 128 KiB: the table of stage times, 32 bytes a step, stays small beside it.
     live, error = run(adjoint, 10_000, 8192, observations)
     # Undoing 10,000 coupled steps amplifies round-off by 0.999^-10000 = 2e4.
     assert error < 1e-9
     assert live < CEILING
+    few, _ = run(adjoint, 1000, 8192, observations)
+    # Stage times and step sizes, at most 64 bytes a step, are all that grows. A state has 128 KiB.
+    assert (live - few) * 16 * 8192 <= 64 * 9000
