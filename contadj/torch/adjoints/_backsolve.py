@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,9 @@ from ...checkpointing import check_count
 from ...reversal import check_reversal
 from .._steps import host_time
 from ._base import (
-    Cotangents,
     Integration,
     Outputs,
+    Recorded,
     ReplayingAdjoint,
     check_slope,
     report_reversal,
@@ -98,27 +98,19 @@ class BacksolveAdjoint(ReplayingAdjoint):
             tensors.append(slope)
         return results, tensors, (list(stored), last_size, slope is not None)
 
-    def backward(
-        self,
-        integration: Integration,
-        tensors: Sequence[Tensor],
-        notes: Any,
-        y0: Tensor,
-        t: Tensor,
-        params: tuple[Tensor, ...],
-        cotangents: Cotangents,
-    ):
+    def backward(self, integration: Integration, recorded: Recorded):
         """Integrate the adjoint ODE from the last observation time to the first."""
-        stored_times, last_size, watched = notes
+        stored_times, last_size, watched = recorded.notes
+        tensors = recorded.tensors
         if watched:
             *tensors, slope = tensors
-            check_slope(integration, float(integration.times[0]), y0, slope)
+            check_slope(integration, float(integration.times[0]), recorded.y0, slope)
         y_end, scale = tensors[:2]
         pieces = dict(zip(stored_times, tensors[2:], strict=False))
         if integration.loss is None:
             pieces.update(zip(integration.times.tolist(), tensors[-1], strict=True))
-        pieces[float(integration.times[0])] = y0
-        reverse = ReverseSolve(self.settings, integration, y_end, params, t, cotangents, last_size)
+        pieces[float(integration.times[0])] = recorded.y0
+        reverse = ReverseSolve(self.settings, integration, recorded, y_end, last_size)
         result = solve_or_explain(self, reverse, pieces)
         report_reversal(
             integration.stats,

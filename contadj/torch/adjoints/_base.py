@@ -322,6 +322,29 @@ class Cotangents:
         return None if self.ys is None else self.ys[indices[0] : indices[-1] + 1]
 
 
+@dataclass(eq=False)
+class Recorded:
+    """What a backward pass starts from.
+
+    Parameters
+    ----------
+    y0, t : Tensor
+        As `Adjoint.solve` got them.
+    params : tuple of Tensor
+    tensors : list of Tensor
+    notes : object
+        What the forward pass kept besides the tensors.
+    cotangents : Cotangents
+    """
+
+    y0: Tensor
+    t: Tensor
+    params: tuple[Tensor, ...]
+    tensors: list[Tensor]
+    notes: Any
+    cotangents: Cotangents
+
+
 class Adjoint(ABC):
     """A way to compute the gradient of a solve. Subclasses are frozen dataclasses."""
 
@@ -359,18 +382,11 @@ class ReplayingAdjoint(Adjoint):
 
     @abstractmethod
     def backward(
-        self,
-        integration: Integration,
-        tensors: Sequence[Tensor],
-        notes: Any,
-        y0: Tensor,
-        t: Tensor,
-        params: tuple[Tensor, ...],
-        cotangents: Cotangents,
+        self, integration: Integration, recorded: Recorded
     ) -> tuple[Tensor | None, Tensor | None, Sequence[Tensor | None]]:
         """Return dL/dy0, dL/dt (None unless t needs it) and dL/dparams."""
 
-    def differentiable_backward(self, *arguments: Any) -> Any:
+    def differentiable_backward(self, integration: Integration, recorded: Recorded) -> Any:
         """The backward pass as a differentiable function; refused unless overridden."""
         raise NotImplementedError(
             f"{type(self).__name__} has no second derivative: its backward pass is not recorded; "
@@ -398,10 +414,9 @@ class _Solve(torch.autograd.Function):
             return (None,) * (4 + ctx.count)
         run = adjoint.differentiable_backward if torch.is_grad_enabled() else adjoint.backward
         before = integration.f.evaluations
+        recorded = Recorded(y0, t, params, tensors, ctx.notes, Cotangents(*grads))
         with integration.again(params):
-            grad_y0, grad_t, grad_params = run(
-                integration, tensors, ctx.notes, y0, t, params, Cotangents(*grads)
-            )
+            grad_y0, grad_t, grad_params = run(integration, recorded)
         integration.stats.f_evaluations_backward = integration.f.evaluations - before
         return (None, None, grad_y0, grad_t, *grad_params)
 

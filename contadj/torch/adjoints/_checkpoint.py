@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +16,9 @@ from .._compile import CompiledRungeKutta
 from .._mesh import Mesh
 from .._steps import Step, host_time, product, real_dtype, replay_evidence
 from ._base import (
-    Cotangents,
     Integration,
     Outputs,
+    Recorded,
     ReplayingAdjoint,
     accumulate,
     check_replay,
@@ -87,47 +85,29 @@ class CheckpointAdjoint(ReplayingAdjoint):
             mesh = Mesh.found(integration.times[0], ends)
         return outputs.finish(y).tensors(), [*states[1:], y], (mesh, online)
 
-    def backward(
-        self,
-        integration: Integration,
-        tensors: Sequence[Tensor],
-        notes: Any,
-        y0: Tensor,
-        t: Tensor,
-        params: tuple[Tensor, ...],
-        cotangents: Cotangents,
-    ):
+    def backward(self, integration: Integration, recorded: Recorded):
         """Walk the mesh once in reverse."""
-        mesh, store = notes
-        sweep = _Sweep(integration, y0, mesh, params, t, cotangents)
-        sweep.start(tensors[-1])
+        mesh, store = recorded.notes
+        sweep = _Sweep(integration, recorded, mesh)
+        sweep.start(recorded.tensors[-1])
         if store is None:
-            states = [y0, *tensors]
+            states = [recorded.y0, *recorded.tensors]
             n = sweep.num_steps
             while n > 0:
                 count = sweep.together(n)
                 n -= count
                 sweep.reverse(n, states[n], count)
         else:
-            walk_back(store, y0, sweep.advance, sweep.reverse)
+            walk_back(store, recorded.y0, sweep.advance, sweep.reverse)
         return sweep.gradients()
 
-    def differentiable_backward(
-        self,
-        integration: Integration,
-        tensors: Sequence[Tensor],
-        notes: Any,
-        y0: Tensor,
-        t: Tensor,
-        params: tuple[Tensor, ...],
-        cotangents: Cotangents,
-    ):
+    def differentiable_backward(self, integration: Integration, recorded: Recorded):
         """The same gradient with a graph: the frozen mesh is walked with one, then pulled back."""
-        mesh, _ = notes
+        (mesh, _), t, cotangents = recorded.notes, recorded.t, recorded.cotangents
         times = t.to("cpu", torch.float64) if t.requires_grad else None
         points = mesh.differentiable(t).unbind() if t.requires_grad else mesh.times.tolist()
         outputs = Outputs(integration)
-        y = y0
+        y = recorded.y0
         for start, end in pairwise(points):
             step = integration.method.take(integration.f, start, end, y)
             outputs.take(step, times)
@@ -140,7 +120,8 @@ class CheckpointAdjoint(ReplayingAdjoint):
             )
             if result is not None and cotangent is not None
         ]
-        inputs = [x for x in (y0, t, *params) if x.requires_grad]
+        sources = (recorded.y0, t, *recorded.params)
+        inputs = [x for x in sources if x.requires_grad]
         grads = iter(
             torch.autograd.grad(
                 [result for result, _ in pairs],
@@ -150,33 +131,25 @@ class CheckpointAdjoint(ReplayingAdjoint):
                 allow_unused=True,
             )
         )
-        all_grads = [next(grads) if x.requires_grad else None for x in (y0, t, *params)]
+        all_grads = [next(grads) if x.requires_grad else None for x in sources]
         return all_grads[0], all_grads[1], all_grads[2:]
 
 
 class _Sweep:
     """The discrete adjoint recursion over a frozen mesh."""
 
-    def __init__(
-        self,
-        integration: Integration,
-        y0: Tensor,
-        mesh: Mesh,
-        params: tuple[Tensor, ...],
-        t: Tensor,
-        cotangents: Cotangents,
-    ):
+    def __init__(self, integration: Integration, recorded: Recorded, mesh: Mesh):
         self.integration = integration
         self.mesh = mesh
         self.num_steps = len(mesh.times) - 1
         self._starts = mesh.times[:-1].tolist()
         self._ends = mesh.times[1:].tolist()
+        y0, t = recorded.y0, recorded.t
         self._table = stage_times(integration.method, mesh.times, y0)
         self._sizes = torch.from_numpy(np.diff(mesh.times)).to(y0.device, real_dtype(y0))
-        self._params = params
+        self._params, self._cotangents = recorded.params, recorded.cotangents
         self._t = t if t.requires_grad else None
-        self._cotangents = cotangents
-        self._param_grads: list[Tensor | None] = [None] * len(params)
+        self._param_grads: list[Tensor | None] = [None] * len(self._params)
         if self._t is not None:
             self._time_grads = torch.zeros(self.num_steps + 1, dtype=torch.float64)
             self._observation_grads = torch.zeros(len(integration.times), dtype=torch.float64)

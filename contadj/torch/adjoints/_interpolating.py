@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from .._steps import host_time
-from ._base import Cotangents, Integration, Outputs, ReplayingAdjoint
+from ._base import Integration, Outputs, Recorded, ReplayingAdjoint
 from ._reverse import ReverseOptions, ReverseSolve, solve_or_explain
 from ._trajectory import Trajectory
 
@@ -64,28 +64,11 @@ class InterpolatingAdjoint(ReplayingAdjoint):
         """Gauss nodes per step for the theta-gradient; 0 leaves it to the stages."""
         return 0
 
-    def backward(
-        self,
-        integration: Integration,
-        tensors: Sequence[Tensor],
-        notes: Any,
-        y0: Tensor,
-        t: Tensor,
-        params: tuple[Tensor, ...],
-        cotangents: Cotangents,
-    ):
+    def backward(self, integration: Integration, recorded: Recorded):
         """Integrate lambda from the last observation time to the first."""
-        times, last_size = notes
-        solution = Trajectory(integration, times, tensors)
+        times, last_size = recorded.notes
         reverse = ReverseSolve(
-            self.settings,
-            integration,
-            tensors[-1],
-            params,
-            t,
-            cotangents,
-            last_size,
-            solution,
-            self.quadrature_nodes(integration),
-        )
+            self.settings, integration, recorded, recorded.tensors[-1], last_size,
+            Trajectory(integration, times, recorded.tensors), self.quadrature_nodes(integration),
+        )  # fmt: skip
         return solve_or_explain(self, reverse, {})

@@ -31,7 +31,7 @@ from .._implicit import (
 from .._mesh import Mesh
 from .._options import parse_options
 from .._steps import RungeKutta, Step, StepControl, StepError, adaptive_steps, combine, time_like
-from ._base import Cotangents, Integration, accumulate, fixed_steps, stage_times
+from ._base import Integration, Recorded, accumulate, fixed_steps, stage_times
 
 
 @dataclass(frozen=True)
@@ -380,12 +380,9 @@ class ReverseSolve:
     ----------
     settings : ReverseOptions
     integration : Integration
+    recorded : Recorded
     y : Tensor
         The state at the end.
-    params : tuple of Tensor
-    t : Tensor
-        The user's observation times.
-    cotangents : Cotangents
     first_step : float, optional
         Size of the first reverse step, where error control chooses the next ones.
     solution : callable, optional
@@ -398,20 +395,18 @@ class ReverseSolve:
         self,
         settings: ReverseOptions,
         integration: Integration,
+        recorded: Recorded,
         y: Tensor,
-        params: tuple[Tensor, ...],
-        t: Tensor,
-        cotangents: Cotangents,
         first_step: float | None = None,
         solution: Callable[[float], Tensor] | None = None,
         quadrature: int = 0,
     ):
         self.integration = integration
-        self._cotangents = cotangents
-        self._params = params
+        self._cotangents = cotangents = recorded.cotangents
+        self._params = params = recorded.params
         self._y = y
         self._adjoint = torch.zeros_like(y)
-        self._like_t = t if t.requires_grad else None
+        self._like_t = recorded.t if recorded.t.requires_grad else None
         self._time_grads = torch.zeros(len(integration.times), dtype=torch.float64)
         method, self._mesh = settings.solver(integration)
         self._method = adjoint_method(method)

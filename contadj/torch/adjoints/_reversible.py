@@ -19,9 +19,9 @@ from .._steps import (
     time_like,
 )
 from ._base import (
-    Cotangents,
     Integration,
     Outputs,
+    Recorded,
     ReplayingAdjoint,
     accumulate,
     report_reversal,
@@ -102,23 +102,14 @@ class ReversibleAdjoint(ReplayingAdjoint):
             mesh = _PairControl.of(mesh, size)
         return replace(integration, method=method, mesh=mesh)
 
-    def backward(
-        self,
-        integration: Integration,
-        tensors: Sequence[Tensor],
-        notes: Any,
-        y0: Tensor,
-        t: Tensor,
-        params: tuple[Tensor, ...],
-        cotangents: Cotangents,
-    ):
+    def backward(self, integration: Integration, recorded: Recorded):
         """Undo the steps one by one and pull back through each."""
-        pair, scale, apart = tensors
+        pair, scale, apart = recorded.tensors
         coupled = CoupledMethod(integration.method.tableau, self.coupling)
-        integration = replace(integration, method=coupled, mesh=notes)
-        sweep = _Sweep(coupled, integration, notes, params, t, cotangents)
-        start, result = sweep.run(pair)
-        drift = torch.maximum(*(torch.linalg.vector_norm(part - y0) for part in start.unbind()))
+        integration = replace(integration, method=coupled, mesh=recorded.notes)
+        start, result = _Sweep(coupled, integration, recorded).run(pair)
+        ends = [torch.linalg.vector_norm(part - recorded.y0) for part in start.unbind()]
+        drift = torch.maximum(*ends)
         report_reversal(
             integration.stats,
             drift,
@@ -217,20 +208,12 @@ class _PairControl(StepControl):
 class _Sweep:
     """The steps undone, and the adjoint recursion of the pair."""
 
-    def __init__(
-        self,
-        coupled: CoupledMethod,
-        integration: Integration,
-        mesh: Mesh,
-        params: tuple[Tensor, ...],
-        t: Tensor,
-        cotangents: Cotangents,
-    ):
-        self.coupled, self.integration, self.mesh = coupled, integration, mesh
-        self.params, self.cotangents = params, cotangents
-        self.t = t if t.requires_grad else None
-        self.param_grads: list[Tensor | None] = [None] * len(params)
-        self.time_grads = torch.zeros(len(mesh.times), dtype=torch.float64)
+    def __init__(self, coupled: CoupledMethod, integration: Integration, recorded: Recorded):
+        self.coupled, self.integration, self.mesh = coupled, integration, recorded.notes
+        self.params, self.cotangents = recorded.params, recorded.cotangents
+        self.t = recorded.t if recorded.t.requires_grad else None
+        self.param_grads: list[Tensor | None] = [None] * len(self.params)
+        self.time_grads = torch.zeros(len(self.mesh.times), dtype=torch.float64)
         self.observation_grads = torch.zeros(len(integration.times), dtype=torch.float64)
         self.adjoint_y = self.adjoint_z = torch.zeros(())
 
