@@ -112,8 +112,11 @@ def test_the_comparison_shows_every_adjoint(script):
         if (cells := [cell.strip() for cell in line.split("│")[1:-1]])
     }
     assert set(names) <= set(rows)
-    growth = {name: float(rows[name][3]) for name in names}
-    assert growth["direct"] > 2.0
+    bytes_used = {name: float(rows[name][2]) for name in names}
+    assert bytes_used["direct"] > 2 * bytes_used["backsolve"]
+    if backend(script) == "torch":
+        # JAX's DirectAdjoint is a tree of rematerialised loops, whose bytes hardly grow.
+        assert float(rows["direct"][3]) > 2.0
     difference = {name: float(rows[name][-1]) for name in names}
     assert difference["checkpoint"] < 1e-5
     assert difference["checkpoint-4"] < 1e-5
