@@ -256,6 +256,28 @@ def test_on_request_a_state_that_cannot_be_rebuilt_is_an_error_and_without_throw
     assert np.all(np.isnan(run(False)))
 
 
+@pytest.mark.parametrize("every", [None, 8], ids=["from the end", "restarted half-way"])
+def test_the_reversal_error_is_relative_to_the_largest_state_saved_or_not(every):
+    # y' = 4 (1 - t) y by Euler: y(0) = y(2) = 1, and e^2 between.
+    n, h = 16, 2 / 16
+    rate = 4 * (1 - h * np.arange(n + 1))
+    ys = np.cumprod([1.0, *(1 + h * rate[:-1])])
+    errors = []
+    for begin, end in [(n, 0)] if every is None else [(n, every), (every, 0)]:
+        rebuilt = ys[begin] * np.prod(1 - h * rate[end + 1 : begin + 1])
+        errors.append(abs(rebuilt - ys[end]))
+
+    def fn(y0, adjoint):
+        term = diffrax.ODETerm(lambda t, y, args: 4 * (1 - t) * y)
+        solver = get_solver("euler")
+        sol = diffrax.diffeqsolve(term, solver, 0, 2, h, y0, adjoint=adjoint, max_steps=n)
+        return sol.ys[0]
+
+    adjoint = BacksolveAdjoint(restart_every=every, reversal_tolerance=np.inf)
+    stats = value_grad_and_stats(fn, adjoint)(jnp.array(1.0))[2]
+    assert stats.reversal_error == pytest.approx(max(errors) / ys.max(), rel=1e-12)
+
+
 def test_an_infinite_tolerance_asks_for_no_report():
     adjoint = BacksolveAdjoint(reversal_tolerance=np.inf, on_reversal="raise")
     _, gradient, stats = value_grad_and_stats(slow_fast, adjoint)(STIFF)

@@ -6,7 +6,6 @@ from typing import Any
 
 import diffrax
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
@@ -44,7 +43,7 @@ class BacksolveAdjoint(ContinuousAdjoint):
 
     Rebuilding y backward amplifies errors where the solution contracts. The distance between the y
     that was rebuilt and the y that was saved is the reversal error, in the statistics of
-    `value_grad_and_stats`.
+    `value_grad_and_stats`, relative to the largest y of the forward solve.
 
     Parameters
     ----------
@@ -116,40 +115,50 @@ def _solve_fwd(
     reversal: Reversal,
 ):  # fmt: skip
     solve = inputs[0]
-    if every is None:
-        end, restarts = march(solve, options), None
-    else:
+    buffers = None
+    if every is not None:
         most: Any = options.max_steps
+        buffers = _tree.buffer(max(1, (most - 1) // every), (solve.t0, solve.y0))
 
-        def keep(n, step, record):
-            due = (n > 0) & (n % every == 0)
-            return lax.cond(
-                due,
-                lambda r: _tree.write(r, n // every - 1, (step.tprev, step.y)),
-                lambda r: r,
-                record,
-            )
+    def keep(n, step, record):
+        largest, buffers = record
+        largest = jnp.maximum(largest, size(step.y))
+        if every is None:
+            return largest, None
+        due = (n > 0) & (n % every == 0)
+        buffers = lax.cond(
+            due,
+            lambda r: _tree.write(r, n // every - 1, (step.tprev, step.y)),
+            lambda r: r,
+            buffers,
+        )
+        return largest, buffers
 
-        record = _tree.buffer(max(1, (most - 1) // every), (solve.t0, solve.y0))
-        end = march(solve, options, keep=keep, record=record)
-        times, states = end.record
+    def size(y):
+        return _tree.norm(lax.stop_gradient(y))
+
+    end = march(solve, options, keep=keep, record=(size(solve.y0), buffers))
+    largest, restarts = end.record
+    largest = jnp.maximum(largest, size(end.y))
+    if every is not None:
+        times, states = restarts
         restarts = _Restarts(times, states, jnp.maximum(end.accepted - 1, 0) // every)
-    return leave(end), (end.ts, end.ys, end.save_index, restarts)
+    return leave(end), (end.ts, end.ys, end.save_index, restarts, largest)
 
 
 @_solve.def_bwd
 def _solve_bwd(residuals, cotangents, perturbed, inputs, *, options, backward, every, reversal):
     solve, field, probe = inputs
     _, (g_ts, g_ys) = cotangents
-    ts, ys, saved, restarts = residuals
+    ts, ys, saved, restarts, largest = residuals
     g_ys = _tree.materialise(g_ys, ys)
     g_ts = jnp.zeros_like(ts) if g_ts is None else g_ts
     moving = any(jtu.tree_leaves((perturbed[0].t0, perturbed[0].t1, perturbed[0].saving.ts)))
     jumping = bool(getattr(perturbed[0].controller, "jump_ts", None))
     active, fixed = eqx.partition(field, perturbed[1])
     *found, reached, stats = _retrace(
-        solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved, restarts, moving,
-        jumping,
+        solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved, restarts, largest,
+        moving, jumping,
     )  # fmt: skip
     adjoint, d_active, d_ts, d_t0, d_jumps = reversal.report(
         found, jnp.where(reached, stats[-1], 0),
@@ -198,8 +207,9 @@ class _Reverse(eqx.Module):
 
 
 def _retrace(
-    solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved, restarts, moving, jumping
-):
+    solve, options, backward, active, fixed, ts, ys, g_ts, g_ys, saved, restarts, largest, moving,
+    jumping,
+):  # fmt: skip
     first = int(solve.saving.t0)
     t0 = solve.t0
 
@@ -387,10 +397,7 @@ def _retrace(
     end = _tree.while_loop(more, body, start)
     y, adjoint, sums = end.state
     reversal = jnp.maximum(end.reversal, _tree.norm(jtu.tree_map(jnp.subtract, y, solve.y0)))
-    largest = jnp.max(
-        jax.vmap(lambda t, y: jnp.where(jnp.isfinite(t), _tree.norm(y), 0))(ts, ys), initial=0
-    )
-    reversal = reversal / jnp.maximum(largest, _tree.norm(solve.y0))
+    reversal = reversal / jnp.where(largest > 0, largest, 1)
     reached = (end.s >= s1) & (end.result == RESULTS.successful)
     d_t0 = None
     if moving:
