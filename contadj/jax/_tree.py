@@ -13,9 +13,18 @@ import jax.tree_util as jtu
 PyTree = Any
 
 
-def zeros(tree: PyTree) -> PyTree:
-    """Zero cotangents for the floating leaves of `tree`; None for every other leaf."""
-    return jtu.tree_map(lambda x: jnp.zeros_like(x) if eqx.is_inexact_array(x) else None, tree)
+def zeros(tree: PyTree, after: Any = 0) -> PyTree:
+    """Zero cotangents for the floating leaves of `tree`; None for every other leaf.
+
+    They are computed once `after`, a count, is known: from its being negative, which it is not.
+    """
+
+    def leaf(x):
+        if not eqx.is_inexact_array(x):
+            return None
+        return jnp.broadcast_to(jnp.asarray(after < 0, x.dtype), x.shape)
+
+    return jtu.tree_map(leaf, tree)
 
 
 def add(x: PyTree, y: PyTree) -> PyTree:

@@ -104,11 +104,11 @@ def sweep(
         # A choice, not a product: the cotangent of an output that was not saved may be nan.
         return jtu.tree_map(lambda x: jnp.where(condition, x, 0), tree)
 
-    zero_y = _tree.zeros(solve.y0)
-    sums = _tree.zeros(active)
+    # XLA on CPU wakes a second thread where more than eight operations can start at once, which
+    # takes longer than a small solve: these zeros wait until the forward solve is done.
+    sums, adjoint = _tree.zeros((active, solve.y0), after=count)
     mesh = MeshCotangent(solve) if moving else None
-    d_saved = None if saving.ts is None else jnp.zeros_like(saving.ts)
-    adjoint = zero_y
+    d_saved = jnp.zeros_like(saving.ts) if perturbed.saving.ts else None
     at_end = jnp.zeros_like(solve.t0)
 
     # The end: SaveAt(t1=True), and times asked for that no step reached (t0 = t1).
@@ -174,7 +174,8 @@ def sweep(
                 j = seen - 1 - i
                 _, pull_out = _tree.vjp(at, active, saving.ts[j], step.tprev, step.tnext, dense)
                 d_active, d_t, d_a, d_b, d_k = pull_out(_tree.read(g_ys, offset + j))
-                d_saved = d_saved.at[j].add(g_ts[offset + j] + d_t)
+                if d_saved is not None:
+                    d_saved = d_saved.at[j].add(g_ts[offset + j] + d_t)
                 return (
                     _tree.add(sums, d_active), d_tprev + d_a, d_tnext + d_b,
                     _tree.add(d_dense, d_k), d_saved,
