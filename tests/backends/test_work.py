@@ -7,7 +7,7 @@ from scipy.integrate import solve_ivp
 from contadj.results import CellRecord
 from contadj.studies import work
 
-STEPS = (32, 64)
+STEPS = (64, 128)  # a mesh of some 32 steps fills 16 snapshots at another moment of the sweep
 
 
 def line(adjoint, steps=STEPS):
