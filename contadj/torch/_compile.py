@@ -117,8 +117,6 @@ def _kernels(name: str, small: bool) -> _Kernels:
             *tolerances, min_step=smallest, max_step=largest, safety=safety, ifactor=most,
             dfactor=least,
         )  # fmt: skip
-        if fsal and first is None:
-            first = _call(func, layout, params, t.to(y.real.dtype), y)
         if fsal:
             # No size yet: the solve begins.
             start = first_size(

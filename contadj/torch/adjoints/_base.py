@@ -430,10 +430,15 @@ def report_reversal(
     remedy: str,
 ) -> None:
     """Record the reversal error, and warn or raise where it is above the tolerance."""
-    stats.reversal_error = error = float(drift / scale) if float(scale) > 0 else float(drift)
+    stats.reversal_error = error = relative_size(drift, scale)
     if error <= tolerance or tolerance == float("inf"):
         return
     warn_or_raise(stats, reversal_message(error, tolerance, remedy), on_reversal)
+
+
+def relative_size(part: Tensor, scale: Tensor) -> float:
+    """part / scale, or part itself where the scale is zero."""
+    return float(part / scale) if float(scale) > 0 else float(part)
 
 
 def warn_or_raise(stats: SolveStats, message: str, on_reversal: str) -> None:

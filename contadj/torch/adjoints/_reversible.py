@@ -24,6 +24,7 @@ from ._base import (
     Recorded,
     ReplayingAdjoint,
     accumulate,
+    relative_size,
     report_reversal,
     time_leaf,
     warn_or_raise,
@@ -118,7 +119,7 @@ class ReversibleAdjoint(ReplayingAdjoint):
             self.on_reversal,
             "a `coupling` closer to 1",
         )
-        distance = float(apart / scale) if float(scale) > 0 else float(apart)
+        distance = relative_size(apart, scale)
         if not distance <= COUPLING_TOLERANCE and self.reversal_tolerance != float("inf"):
             warn_or_raise(integration.stats, coupling_message(distance), self.on_reversal)
         return result
