@@ -10,26 +10,30 @@ Compilation takes 10 to 60 seconds, once per module, method, shape and dtype.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp
 
 from ..tableaus import Tableau, get_tableau
 from ._field import StateLayout, VectorField
+from ._mesh import Times
 from ._steps import (
     Attempt,
     RungeKutta,
     Step,
     StepControl,
+    dense_output,
     first_size,
     next_size,
     real_dtype,
     replay_evidence,
-    time_like,
 )
 
 Params = dict[str, Tensor]
@@ -40,10 +44,30 @@ BLOCK = 4
 SMALL = 2**16
 
 
-def named_params(func: Any, params: Sequence[Tensor]) -> Params | None:
+# What f was seen to do when it was watched holds for every call of the same trace: the guards of a
+# trace cover all that decides which tensors f uses and which of them need a gradient.
+_traces = itertools.count()
+_watched: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
+
+
+@torch.compiler.assume_constant_result
+def _new_trace() -> int:
+    """The number of a trace: a constant in its compiled code."""
+    return next(_traces)
+
+
+class UnwatchedTraceError(Exception):
+    """The steps ran another trace of f than those that were watched."""
+
+
+def was_watched(func: Any) -> bool:
+    """Whether a trace of func was watched, and needed nothing that is not in its compiled code."""
+    return isinstance(func, nn.Module) and func in _watched
+
+
+def named_params(named: Params, params: Sequence[Tensor]) -> Params | None:
     """The parameters by their names in the module, None if one of them is not there."""
-    own = func.named_parameters() if isinstance(func, nn.Module) and params else ()
-    names = {id(param): name for name, param in own}
+    names = {id(param): name for name, param in named.items()}
     if any(id(param) not in names for param in params):
         return None
     return {names[id(param)]: param for param in params}
@@ -61,11 +85,35 @@ def _compile(function: Callable[..., Any], small: bool = False) -> Callable[...,
     return torch.compile(function, fullgraph=True, dynamic=False, options=options, **more)
 
 
-def _call(func: Any, layout: StateLayout, params: Params, t: Tensor, y: Tensor) -> Tensor:
-    tree = layout.unflatten(y)
-    if isinstance(func, nn.Module):
-        return layout.flatten(functional_call(func, params, (t, tree)))
-    return layout.flatten(func(t, tree))
+def _call(func: Any, layout: StateLayout | None, params: Params, t: Tensor, y: Tensor) -> Tensor:
+    tree = y if layout is None else layout.unflatten(y)
+    slope = (
+        functional_call(func, params, (t, tree)) if isinstance(func, nn.Module) else func(t, tree)
+    )
+    return slope if layout is None else layout.flatten(slope)
+
+
+def _stage_times(nodes: Sequence[float], t: Tensor, t_next: Tensor, y: Tensor) -> list[Tensor]:
+    return [(t_next if c == 1.0 else t + c * (t_next - t)).to(y.real.dtype) for c in nodes]
+
+
+def _dense(
+    interpolant: Sequence[Sequence[float]], t: Tensor, t_next: Tensor, y: Tensor,
+    slopes: Sequence[Tensor], observed: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Which observation times lie in a step, its end excluded, and the dense output at them."""
+    h = t_next - t
+    direction = torch.sign(h)
+    inside = (direction * (observed - t) >= 0.0) & (direction * (t_next - observed) > 0.0)
+    x = torch.where(inside, (observed - t) / h, 0.0)
+    column = (-1, *[1] * y.ndim)
+    state = y.expand(len(observed), *y.shape)
+    for row, slope in zip(interpolant, slopes, strict=False):
+        weight = torch.zeros_like(x)
+        for coefficient in row[::-1]:
+            weight = (weight + coefficient) * x
+        state = state + (h * weight).to(y.dtype).view(column) * slope
+    return inside.view(column), state
 
 
 def _weighted(y: Tensor, h: Tensor, weights: Sequence[float], slopes: Sequence[Tensor]) -> Tensor:
@@ -76,6 +124,18 @@ def _weighted(y: Tensor, h: Tensor, weights: Sequence[float], slopes: Sequence[T
     return y if total is None else y + h * total
 
 
+class _Attempts(NamedTuple):
+    """Attempts in a row: (t, t_next, error, size) of each, y and the slopes, y_next.
+
+    `observed` are the states at the observation times that an accepted one reached, (P, *state).
+    """
+
+    numbers: list[list[float]]
+    rows: Tensor
+    ends: Tensor
+    observed: Tensor | None
+
+
 class _Kernels(NamedTuple):
     step: Callable[..., Any]
     attempts: Callable[..., Any]
@@ -83,16 +143,25 @@ class _Kernels(NamedTuple):
     adjoint_steps: Callable[..., Any]
 
 
+@torch.compiler.assume_constant_result
+def _coefficients(name: str) -> tuple:
+    """a, b, the nodes, the error weights and the dense output; constants, which nobody guards."""
+    tableau = get_tableau(name)
+    error = [] if tableau.embedded is None else (tableau.b - tableau.embedded).tolist()
+    return (
+        tableau.a.tolist(), tableau.b.tolist(), tableau.c.tolist(), error,
+        dense_output(tableau)[0].tolist(),
+    )  # fmt: skip
+
+
 @cache
 def _kernels(name: str, small: bool) -> _Kernels:
     """The compiled functions of a method."""
     tableau = get_tableau(name)
-    a, b, nodes = tableau.a.tolist(), tableau.b.tolist(), tableau.c.tolist()
     count, fsal = tableau.evaluations, tableau.first_same_as_last
-    e = [] if tableau.embedded is None else (tableau.b - tableau.embedded).tolist()
 
     def step(func, layout, params, times, h, y, first):
-        slopes = []
+        (a, b, *_), slopes = _coefficients(name), []
         for i in range(count):
             if i == 0 and first is not None:
                 slopes.append(first)
@@ -107,7 +176,7 @@ def _kernels(name: str, small: bool) -> _Kernels:
             slopes.append(_call(func, layout, params, times[count], following))
         return following, torch.stack(slopes)
 
-    def attempts(func, layout, params, number, tolerances, numbers, y, first):
+    def attempts(func, layout, params, number, tolerances, numbers, y, first, observed):
         (
             t, size, before, rejected, stop, smallest, largest, safety, most, least, rtol, atol
         ) = numbers.unbind()  # fmt: skip
@@ -117,23 +186,23 @@ def _kernels(name: str, small: bool) -> _Kernels:
             *tolerances, min_step=smallest, max_step=largest, safety=safety, ifactor=most,
             dfactor=least,
         )  # fmt: skip
-        if fsal:
+        if fsal and first is None:
+            field = partial(_call, func, layout, params)
+            first = field(t.to(y.real.dtype), y)
             # No size yet: the solve begins.
-            start = first_size(
-                control, tableau.order, partial(_call, func, layout, params), t, stop, y, first
-            )
-            size = torch.where(torch.isnan(size), start, size)
-            size = size.clamp(smallest, largest)
+            start = first_size(control, tableau.order, field, t, stop, y, first)
+            size = torch.where(torch.isnan(size), start, size).clamp(smallest, largest)
+        *_, nodes, e, interpolant = _coefficients(name)
         direction, rejected = torch.sign(stop - t), rejected > 0.0
-        found, rows, ends = [], [], []
+        found, rows, ends, seen = [], [], [], None
+        if observed is not None:
+            seen = y.new_zeros(len(observed), *y.shape)
         for _ in range(number):
             left = (stop - t).abs()
             lands = 1.01 * size >= left
             planned = torch.where(lands, left, size)
             t_next = torch.where(lands, stop, t + direction * planned)
-            h = t_next - t
-            times = [(t_next if c == 1.0 else t + c * h).to(y.real.dtype) for c in nodes]
-            h = h.to(y.real.dtype)
+            h, times = (t_next - t).to(y.real.dtype), _stage_times(nodes, t, t_next, y)
             following, slopes = step(func, layout, params, times, h, y, first)
             if fsal:
                 slopes.append(_call(func, layout, params, times[count], following))
@@ -145,35 +214,54 @@ def _kernels(name: str, small: bool) -> _Kernels:
             accepted, size, before = next_size(
                 control, tableau, error, before, planned, size, lands, rejected
             )
+            if observed is not None:
+                inside, states = _dense(interpolant, t, t_next, y, slopes, observed)
+                seen = torch.where(inside & accepted, states, seen)
             rejected = ~accepted
             t = torch.where(accepted, t_next, t)
             y = torch.where(accepted, following, y)
             first = torch.where(accepted, slopes[-1], slopes[0]) if fsal else None
-        return torch.stack(found), torch.stack(rows), torch.stack(ends)
+        return torch.stack(found), torch.stack(rows), torch.stack(ends), seen, _new_trace()
 
-    def pull_back(func, layout, params, times, sizes, y, expected, adjoint, cotangents, totals):
-        slopes_wanted = cotangents.shape[1] > 1
+    def pull_back(
+        func, layout, params, points, y, expected, adjoint, totals, slope_cotangents, observations,
+        dense,
+    ):  # fmt: skip
+        *_, nodes, _, interpolant = _coefficients(name)
+        points = points.unbind()
+        wanted = 0 if slope_cotangents is None else len(slope_cotangents)
+        if observations is not None and dense:
+            wanted = len(interpolant)
 
         def forward(y, params):
-            rows, first = [], None
-            for n, h in enumerate(sizes.unbind()):
-                following, slopes = step(func, layout, params, times[n], h, y, first)
-                if slopes_wanted:
+            first, seen, slopes = None, None, []
+            for t, t_next in itertools.pairwise(points):
+                h, times = (t_next - t).to(y.real.dtype), _stage_times(nodes, t, t_next, y)
+                following, slopes = step(func, layout, params, times, h, y, first)
+                if wanted > count:
                     # The slope at the end of a step is the first one of the next.
-                    end = times[n][0] + h if n + 1 == len(sizes) else times[n + 1][0]
-                    first = _call(func, layout, params, end, following)
+                    first = _call(func, layout, params, t_next.to(y.real.dtype), following)
                     slopes.append(first)
-                rows.append(torch.stack([y, *slopes] if slopes_wanted else [y]))
+                if observations is not None:
+                    inside, states = _dense(
+                        interpolant, t, t_next, y, slopes if dense else (), observations[0]
+                    )
+                    states = torch.where(inside, states, 0.0)
+                    seen = states if seen is None else seen + states
                 y = following
-            return y, torch.stack(rows)
+            if seen is None and wanted:
+                seen = torch.stack(slopes[:wanted])
+            return (y,) if seen is None else (y, seen)
 
-        (following, _), pull = vjp(forward, y, params)  # pyright: ignore
-        grad_y, grad_params = pull((adjoint, cotangents))
+        (following, *_), pull = vjp(forward, y, params)  # pyright: ignore
+        cotangent = slope_cotangents if observations is None else observations[1]
+        grad_y, grad_params = pull((adjoint,) if cotangent is None else (adjoint, cotangent))
         if totals is not None:
             grad_params = {name: totals[name] + grad for name, grad in grad_params.items()}
         return replay_evidence(y, following, expected), grad_y, grad_params
 
     def adjoint_steps(func, layout, params, times, sizes, z, totals):
+        a, b, *_ = _coefficients(name)
         for n, h in enumerate(sizes.unbind()):
             slopes, sums = [], totals
             for i in range(count):
@@ -218,17 +306,42 @@ class CompiledRungeKutta(RungeKutta):
     layout : StateLayout
     params : dict of str to Tensor
         The parameters that gradients are wanted for, by their names in the module.
-    size : int
-        Number of entries of the state.
+    y : Tensor
+        The state, for its shape.
+    times : (T,) array, optional
+        Observation times that a block of steps observes itself, where that pays.
+    trusted : bool
+        Nobody watched f in this solve: raise `UnwatchedTraceError` before the first step unless the
+        trace was watched in an earlier one.
     """
 
-    def __init__(self, tableau: Tableau, func: Any, layout: StateLayout, params: Params, size: int):
+    def __init__(
+        self,
+        tableau: Tableau,
+        func: Any,
+        layout: StateLayout,
+        params: Params,
+        y: Tensor,
+        times: Times | None = None,
+        trusted: bool = False,
+    ):
         super().__init__(tableau)
-        self._func, self._layout = func, layout
+        self.trace: int | None = None
+        self._trusted = trusted
+        # A layout that does nothing would only be guarded.
+        self._func, self._layout = func, None if layout.single else layout
         self._names = list(params)
         self._params = {name: param.detach() for name, param in params.items()}
-        small = size + sum(param.numel() for param in params.values()) <= SMALL
-        self.block = BLOCK if small else 1
+        small = y.numel() + sum(param.numel() for param in params.values()) <= SMALL
+        self.observed: Tensor | None = None
+        if small and times is not None:
+            # One compiled function for all numbers of times up to the next power of two.
+            length = 1 << (len(times) - 1).bit_length()
+            if length * y.numel() <= SMALL and self.interpolates:
+                padded = np.full(length, np.nan)
+                padded[: len(times)] = times
+                self.observed = torch.from_numpy(padded).to(y.device)
+        self.block = BLOCK if small and (times is None or self.observed is not None) else 1
         self._kernels = _kernels(tableau.name, small)
 
     def take(
@@ -261,15 +374,15 @@ class CompiledRungeKutta(RungeKutta):
         t: float,
         stop: float,
         y: Tensor,
-        slope: Tensor,
-    ) -> tuple[float, Iterator[Step]]:
+        first: Tensor | None,
+    ) -> tuple[float, Tensor | None, Iterator[Step]]:
         """The size of the first step, and the attempts that follow, in one call."""
         if not self.fsal or not self._serves(control):
-            return super().begin(f, control, t, stop, y, slope)
+            return super().begin(f, control, t, stop, y, first)
         f.evaluations += 1
         attempt = Attempt(t, float("nan"), float("nan"), stop, 1.0, False)
-        found, rows, ends = self._try(control, attempt, y, slope)
-        return found[0][3], self._guesses(f, stop, found, rows, ends, False)
+        found = self._try(control, attempt, y, None)
+        return found.numbers[0][3], first, self._guesses(f, stop, found, first is not None)
 
     def attempts(
         self,
@@ -282,17 +395,16 @@ class CompiledRungeKutta(RungeKutta):
         """Attempts in a row, computed in one call."""
         if not self._serves(control):
             return super().attempts(f, control, attempt, y, first)
-        if self.fsal and first is None:
-            first = f(time_like(attempt.t, y), y)
-        found = self._try(control, attempt, y, first)
-        return self._guesses(f, attempt.stop, *found, first is not None)
+        # Where a call costs more than f, one compiled function serves: it evaluates f itself.
+        found = self._try(control, attempt, y, None if self.block > 1 else first)
+        return self._guesses(f, attempt.stop, found, first is not None)
 
     def _serves(self, control: StepControl) -> bool:
         return not torch.is_grad_enabled() and control.norm == "batch"
 
     def _try(
         self, control: StepControl, attempt: Attempt, y: Tensor, first: Tensor | None
-    ) -> tuple[list[list[float]], Tensor, Tensor]:
+    ) -> _Attempts:
         bounds = control.rtol, control.atol
         tolerances = None
         if any(isinstance(bound, Tensor) for bound in bounds):
@@ -305,27 +417,36 @@ class CompiledRungeKutta(RungeKutta):
             control.min_step, control.max_step, control.safety, control.ifactor, control.dfactor,
             *bounds,
         ]  # fmt: skip
-        found, rows, ends = self._kernels.attempts(
+        found, *tensors, trace = self._kernels.attempts(
             self._func, self._layout, self._params, self.block, tolerances,
             torch.tensor(numbers, dtype=torch.float64, device=y.device), y,
-            first if self.fsal else None,
+            first if self.fsal else None, self.observed if self.fsal else None,
         )  # fmt: skip
-        return found.tolist(), rows, ends
+        self._check_trace(trace)
+        return _Attempts(found.tolist(), *tensors)
+
+    def _check_trace(self, trace: int) -> None:
+        if self.trace is None and self._trusted and trace not in _watched[self._func]:
+            raise UnwatchedTraceError
+        self.trace = trace
+
+    def keep_watched(self) -> None:
+        """From now on, solves that run the trace that this one ran need not watch f."""
+        # An unwatched call must not write to buffers.
+        if self.trace is not None and next(self._func.buffers(), None) is None:
+            _watched.setdefault(self._func, set()).add(self.trace)
 
     def _guesses(
-        self,
-        f: VectorField,
-        stop: float,
-        found: list[list[float]],
-        rows: Tensor,
-        ends: Tensor,
-        known: bool,
+        self, f: VectorField, stop: float, found: _Attempts, known: bool
     ) -> Iterator[Step]:
-        """The attempts up to `stop`; an evaluation counts when its attempt is asked for."""
-        block = rows if self.fsal and self.interpolates else None
-        parts, width = rows.flatten(0, 1).unbind(), rows.shape[1]
+        """The attempts up to `stop`; an evaluation counts when its attempt is asked for.
+
+        `known` says whether f at the start of the first one is known, and counted, already.
+        """
+        parts, width = found.rows.flatten(0, 1).unbind(), found.rows.shape[1]
+        f.evaluations += self.fsal and not known
         for place, (y_next, (t, t_next, error, _)) in enumerate(
-            zip(ends.unbind(), found, strict=True)
+            zip(found.ends.unbind(), found.numbers, strict=True)
         ):
             if place and t == stop:
                 return
@@ -333,20 +454,21 @@ class CompiledRungeKutta(RungeKutta):
             known = not error <= 1.0
             start, *slopes = parts[place * width : (place + 1) * width]
             yield Step(
-                t, t_next, start, y_next, slopes, [], (), error_norm=error, block=block,
-                place=place,
-            )  # fmt: skip
+                t, t_next, start, y_next, slopes, [], (), error_norm=error, observed=found.observed
+            )
 
     def pull_back(
         self,
         f: VectorField,
-        times: Tensor,
-        sizes: Tensor,
+        points: Tensor,
         y: Tensor,
         expected: Tensor,
         adjoint: Tensor,
-        cotangents: Tensor,
         totals: Sequence[Tensor] | None,
+        *,
+        slope_cotangents: Tensor | None = None,
+        observations: tuple[Tensor, Tensor] | None = None,
+        dense: bool = False,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The vector-Jacobian product of steps in a row.
 
@@ -354,19 +476,23 @@ class CompiledRungeKutta(RungeKutta):
         ----------
         f : VectorField
             Counts the evaluations.
-        times : (steps, s) Tensor
-            The stage times.
-        sizes : (steps,) Tensor
+        points : (steps + 1,) Tensor
+            The step times, float64.
         y : Tensor
             The state at the start of the first step.
         expected : Tensor
             The state that the forward pass had at the end of the last step.
         adjoint : Tensor
             dL/dy at the end of the last step.
-        cotangents : (steps, 1 + slopes, *state) or (steps, 1, *state) Tensor
-            dL/dy at the start of each step and dL/d(slopes), f at its end included.
         totals : sequence of Tensor, optional
             Parameter gradients so far.
+        slope_cotangents : (slopes, *state) Tensor, optional
+            dL/d(slopes) of a single step, f at its end included where the dense output takes it.
+        observations : tuple of Tensor, optional
+            The observation times (P,) and dL/dy there (P, *state); those outside the steps do not
+            count.
+        dense : bool
+            Whether an observation lies between step times.
 
         Returns
         -------
@@ -375,10 +501,13 @@ class CompiledRungeKutta(RungeKutta):
         """
         sums = None if totals is None else dict(zip(self._names, totals, strict=True))
         evidence, grad_y, grads = self._kernels.pull_back(
-            self._func, self._layout, self._params, times, sizes, y, expected, adjoint, cotangents,
-            sums,
+            self._func, self._layout, self._params, points, y, expected, adjoint, sums,
+            slope_cotangents, observations, dense,
         )  # fmt: skip
-        f.evaluations += len(times) * self.tableau.evaluations + (cotangents.shape[1] > 1)
+        ends = dense or slope_cotangents is not None
+        f.evaluations += (len(points) - 1) * self.tableau.evaluations + (
+            ends and self._interpolant_stages > self.tableau.evaluations
+        )
         return evidence, grad_y, [grads[name] for name in self._names]
 
     def adjoint_steps(

@@ -152,6 +152,7 @@ class VectorField:
         self.evaluations = 0
         self._calls_autograd = False
         self._checked = False
+        self._allowed: Sequence[Tensor] | None = None
         self._known: frozenset[Edge] | None = None
 
     def __call__(self, t: Tensor, y: Tensor) -> Tensor:
@@ -184,12 +185,12 @@ class VectorField:
     @contextlib.contextmanager
     def watching(self, params: Sequence[Tensor] | None):
         """A tensor used here with a graph must be an input or one of `params`; None takes any."""
-        before = self._known
-        self._known = None if params is None else frozenset([(None, 0), *map(_edge, params)])
+        before = self._allowed, self._known
+        self._allowed, self._known = params, None
         try:
             yield
         finally:
-            self._known = before
+            self._allowed, self._known = before
 
     def watched(self, argument: str, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         """function(*inputs), where `watching` refused if it uses a tensor that nobody knows of.
@@ -200,8 +201,10 @@ class VectorField:
             If it does: the gradient of that tensor would be lost.
         """
         value = function(*inputs)
-        if self._known is None:
+        if self._allowed is None:
             return value
+        if self._known is None:
+            self._known = frozenset([(None, 0), *map(_edge, self._allowed)])
         found = _unknown_leaves(value, inputs, self._known)
         if found:
             # A leaf that f makes for itself is another one in each evaluation.

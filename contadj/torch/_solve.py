@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from ..tableaus import TABLEAUS, get_tableau
 from . import _torchdiffeq
-from ._compile import CompiledRungeKutta, named_params
+from ._compile import CompiledRungeKutta, UnwatchedTraceError, named_params, was_watched
 from ._controls import Drive
 from ._errors import SolveError, SolveStats
 from ._field import Probe, StateLayout, VectorField, graph_leaves, inside_transform
@@ -248,7 +248,10 @@ def solve(
     cost = None if running_cost is None else _on_flat_states(running_cost, layout, drive)
     observed = None if loss is None else _loss_on_flat_states(loss, layout)
     chosen = None if params is None else _check_params(params)
-    tensors = _own_params(func, running_cost, loss) if chosen is None else chosen
+    names = dict(func.named_parameters()) if isinstance(func, nn.Module) else {}
+    tensors = chosen
+    if tensors is None:
+        tensors = _unique((*names.values(), *_own_params(running_cost, loss)))
     if drive is not None:
         tensors = _unique((*tensors, drive.control.values))
     tolerances = {
@@ -281,35 +284,65 @@ def solve(
             cost = partial(f.watched, "running_cost", cost)
         if observed is not None:
             observed = partial(f.watched, "loss", observed)
-        integration = Integration(
-            f, stepper(get_tableau(method), options, layout), mesh, times, cost, observed, stats
-        )
+        stepped = stepper(get_tableau(method), options, layout)
+        integration = Integration(f, stepped, mesh, times, cost, observed, stats)
         transformed = inside_transform()
         if transformed:
             adjoint = transformable(adjoint, mesh, get_tableau(method))
-        if torch.is_grad_enabled() and not transformed:
-            replays = not isinstance(adjoint, DirectAdjoint)
-            integration.first, probe = f.probe(
-                time_like(times[0], y), y, tensors, _costs(cost, observed) if replays else {},
-                keep_graph=not replays,
-            )  # fmt: skip
-            if replays:
-                tensors = _complete_params(tensors, probe, adjoint, chosen is not None)
-                _refuse_dependent(tensors)
-                integration.buffers = probe.written_buffers
-        needed = tuple(param for param in tensors if param.requires_grad)
-        if compile:
-            _compiled(integration, func, layout, y, needed, adjoint)
-        if transformed and isinstance(adjoint, BacksolveAdjoint):
-            outputs = _backsolve_in_transform(integration, module, layout, y, params, tensors)
-        else:
+        watches = torch.is_grad_enabled() and not transformed
+        trusted = (
+            watches and compile and was_watched(func) and cost is None and observed is None
+            and drive is None and isinstance(mesh, StepControl) and mesh.norm == "batch"
+        )  # fmt: skip
+
+        def run(trusted: bool):
+            needed, clean = tensors, False
+            if watches and not trusted:
+                needed, clean = _watch(integration, y, tensors, adjoint, chosen is not None)
+            needed = tuple(param for param in needed if param.requires_grad)
+            if compile:
+                integration.method = stepped
+                _compiled(integration, func, layout, y, needed, names, adjoint, trusted)
+            if trusted and not isinstance(integration.method, CompiledRungeKutta):
+                raise UnwatchedTraceError
+            if transformed and isinstance(adjoint, BacksolveAdjoint):
+                return _backsolve_in_transform(integration, module, layout, y, params, tensors)
             outputs = adjoint.solve(integration, y, t, needed)
+            if clean and isinstance(integration.method, CompiledRungeKutta):
+                integration.method.keep_watched()
+            return outputs
+
+        try:
+            outputs = run(trusted)
+        except UnwatchedTraceError:
+            outputs = run(False)
         if not transformed:
             _check_finite(integration, y, outputs)
     stats.f_evaluations_forward += found
     ys, total, value = outputs
     states = None if ys is None else layout.unflatten(ys, (len(times),))
     return Solution(t, states, total, value, stats)
+
+
+def _watch(
+    integration: Integration,
+    y: Tensor,
+    tensors: tuple[Tensor, ...],
+    adjoint: Adjoint,
+    explicit: bool,
+) -> tuple[tuple[Tensor, ...], bool]:
+    """Evaluate f once, watched: the parameters and what else it uses, and whether that was all."""
+    replays = not isinstance(adjoint, DirectAdjoint)
+    costs = _costs(integration.running_cost, integration.loss) if replays else {}
+    integration.first, probe = integration.f.probe(
+        time_like(integration.times[0], y), y, tensors, costs, keep_graph=not replays
+    )
+    if not replays:
+        return tensors, False
+    found = _complete_params(tensors, probe, adjoint, explicit)
+    _refuse_dependent(found)
+    integration.buffers = probe.written_buffers
+    return found, len(found) == len(tensors) and not costs
 
 
 def _refuse_for_samples(
@@ -396,10 +429,12 @@ def _compiled(
     layout: StateLayout,
     y: Tensor,
     params: tuple[Tensor, ...],
+    named: dict[str, nn.Parameter],
     adjoint: Adjoint,
+    trusted: bool,
 ) -> None:
     """Compile the steps where that serves, else the vector field."""
-    names = named_params(func, params)
+    names = named_params(named, params)
     whole = isinstance(adjoint, CheckpointAdjoint | BacksolveAdjoint | InterpolatingAdjoint)
     tableau = integration.method.tableau
     if not tableau.explicit:
@@ -415,7 +450,8 @@ def _compiled(
         writes = next(func.buffers(), None) is not None
     # A compiled step may evaluate f more often than is counted, which buffers would show.
     if whole and names is not None and plain and not writes:
-        integration.method = CompiledRungeKutta(tableau, func, layout, names, y.numel())
+        times = integration.times if integration.loss is None else None
+        integration.method = CompiledRungeKutta(tableau, func, layout, names, y, times, trusted)
     else:
         integration.f.func = torch.compile(func)
 
@@ -449,7 +485,7 @@ def check_times(t: Any) -> Times:
     if t.ndim != 1 or len(t) < 2:
         raise ValueError(f"`t` must have shape (T,) with T >= 2, got {tuple(t.shape)}")
     times = np.array(t.tolist(), dtype=np.float64)  # reads t inside torch.func transforms too
-    steps = np.diff(times)
+    steps = times[1:] - times[:-1]
     if not np.isfinite(steps.sum()):
         raise ValueError(f"`t` must be finite, got {times}")
     if not ((steps > 0.0).all() or (steps < 0.0).all()):

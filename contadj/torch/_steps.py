@@ -54,7 +54,7 @@ def product(weights: Tensor, rows: Tensor) -> Tensor:
 
 
 @cache
-def _dense_output(tableau: Tableau) -> tuple[np.ndarray, int]:
+def dense_output(tableau: Tableau) -> tuple[np.ndarray, int]:
     """The interpolant in the slopes, and its order."""
     if tableau.interpolant is None or tableau.interpolant_order is None:
         return _hermite(tableau), 3
@@ -76,7 +76,7 @@ class Step:
     times. `t` and `t_next` are Python floats, or scalar tensors where a gradient with respect to
     time is asked for. `next_size` is what error control proposes for the step after it,
     `error_norm` the norm of the error where it is known already. A step computed together with
-    others may have what its dense output takes in `block` (steps, 1 + slopes, *state), at `place`.
+    others may come with the states that they all `observed`, by observation time.
     """
 
     t: float | Tensor
@@ -88,8 +88,7 @@ class Step:
     times: Tensor | Sequence[Tensor]
     next_size: float = 0.0
     error_norm: float | None = None
-    block: Tensor | None = None
-    place: int = 0
+    observed: Tensor | None = None
 
     @property
     def state(self) -> Tensor:
@@ -167,7 +166,7 @@ class RungeKutta:
         self.fsal = tableau.first_same_as_last
         # An interpolant one order below the method's is the convention; below that, an observation
         # inside a step is reached by a shortened step of the method itself.
-        self._interpolant, order = _dense_output(tableau)
+        self._interpolant, order = dense_output(tableau)
         self.interpolates = order >= tableau.order - 1
         self._interpolant_stages = self._interpolant.shape[0]
 
@@ -304,25 +303,6 @@ class RungeKutta:
         powers = x[:, None] ** np.arange(1, self._interpolant.shape[1] + 1)
         return np.reshape(h, (-1, 1)) * (powers @ self._interpolant.T)
 
-    def observation_weights(
-        self, starts: Times, ends: Times, places: NDArray[np.int64], count: int, t: Times
-    ) -> Times:
-        """Weights of y and of the slopes of `count` steps in y(t_j), (len(t), count, 1 + slopes).
-
-        starts, ends and places, (steps,), are those of the steps that the t_j lie in.
-        """
-        forward = starts[0] < ends[0]
-        keys = (starts, t) if forward else (-starts, -t)
-        step = np.searchsorted(*keys, side="right") - 1
-        rows, places = np.arange(len(t)), places[step]
-        width = 1 + max(self.tableau.evaluations + 1, self._interpolant_stages)
-        weights = np.zeros((len(t), count, width))
-        weights[rows, places, 0] = 1.0
-        weights[rows, places, 1 : 1 + self._interpolant_stages] = self.dense_weights(
-            starts[step], ends[step], t
-        )
-        return weights
-
     def attempts(
         self,
         f: VectorField,
@@ -341,12 +321,17 @@ class RungeKutta:
         t: float,
         stop: float,
         y: Tensor,
-        slope: Tensor,
-    ) -> tuple[float, Iterator[Step]]:
-        """The size of the first step, and maybe the attempts that follow; `slope` is f(t, y)."""
+        first: Tensor | None,
+    ) -> tuple[float, Tensor | None, Iterator[Step]]:
+        """The size of the first step, f(t, y) if known, and maybe the attempts that follow."""
+        if first is None:
+            first = f(time_like(t, y), y)
         ends = torch.tensor([t, stop], dtype=torch.float64, device=y.device)
-        size = first_size(control, self.tableau.order, f, ends[0], ends[1], y, slope)
-        return float(size), iter(())
+        with torch.no_grad():
+            size = first_size(
+                control, self.tableau.order, f, *ends.unbind(), y.detach(), first.detach()
+            )
+        return float(size), first, iter(())
 
     def start_slope(self, f: VectorField, step: Step) -> Tensor:
         """f at the start of a step."""
@@ -529,10 +514,7 @@ def adaptive_steps(
     guesses: Iterator[Step] = iter(())
     enter(f, t0, stops[0])
     if size is None:
-        if first is None:
-            first = f(time_like(t0, y), y)
-        with torch.no_grad():
-            size, guesses = method.begin(f, control, t0, stops[0], y.detach(), first.detach())
+        size, first, guesses = method.begin(f, control, t0, stops[0], y, first)
     size = min(max(size, control.min_step), control.max_step)
     t, error_before, attempts, rejected, stop = t0, 1.0, 0, False, 0
     while t != t1:

@@ -6,6 +6,7 @@ from torch import nn
 
 import contadj.torch as ct
 from contadj.torch._compile import BLOCK, CompiledRungeKutta
+from contadj.torch._field import VectorField
 
 # Compiling imports modules of torch that warn of their own deprecations, and looks at `.grad` of
 # every input of a compiled vector field.
@@ -248,6 +249,105 @@ def test_autocast_is_that_of_the_forward_pass():
     eps = torch.finfo(torch.bfloat16).eps
     assert float((compiled - eager).norm()) < 4 * eps * float(eager.norm())
     assert float((compiled - full).norm()) > 0.01 * eps * float(full.norm())
+
+
+OUTSIDE = torch.tensor([0.3, 0.8])
+
+
+class Shifted(nn.Module):
+    """A parameter, and a tensor that nobody registered."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor([0.4, 0.9]))
+        self.where, self.extra = where, [torch.tensor([0.3, 0.8])]
+        self.drop = nn.Dropout(0.5).eval()
+
+    def forward(self, t, y):
+        other = OUTSIDE if self.where == "global" else self.extra[0]
+        return self.drop(torch.sin(self.a * y) + other)
+
+
+def shifted_gradient(f, x, compile=True):
+    ys = ct.odeint(
+        f, torch.ones(2), torch.linspace(0.0, 1.0, 4), rtol=1e-4, atol=1e-6, compile=compile
+    )
+    return torch.autograd.grad(ys.square().sum(), [f.a, x] if x is not None else [f.a])
+
+
+def count_watched(monkeypatch):
+    """The list that gets an entry for each solve whose f is watched."""
+    calls, probe = [], VectorField.probe
+    monkeypatch.setattr(
+        VectorField, "probe", lambda *a, **options: calls.append(1) or probe(*a, **options)
+    )
+    return calls
+
+
+def test_a_field_is_watched_once_for_each_trace(monkeypatch):
+    f, calls = Shifted("attribute"), count_watched(monkeypatch)
+    first = shifted_gradient(f, None)
+    second = shifted_gradient(f, None)
+    assert len(calls) == 1
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+    with torch.no_grad():
+        f.extra[0].add_(1.0)
+    torch.testing.assert_close(
+        shifted_gradient(f, None), shifted_gradient(f, None, compile=False), rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("where", ["attribute", "global"])
+def test_a_tensor_that_needs_a_gradient_later_is_seen(where, monkeypatch):
+    monkeypatch.setitem(globals(), "OUTSIDE", torch.tensor([0.3, 0.8]))
+    f = Shifted(where)
+    shifted_gradient(f, None)
+    shifted_gradient(f, None)
+    x = OUTSIDE if where == "global" else f.extra[0]
+    x.requires_grad_()
+    for _ in range(2):
+        got, want = shifted_gradient(f, x), shifted_gradient(f, x, compile=False)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+    f.extra[0] = 2.0 * torch.ones(2, requires_grad=True)
+    if where == "attribute":
+        for _ in range(2):
+            with pytest.raises(ValueError, match="computed outside it and needs a gradient"):
+                shifted_gradient(f, None)
+
+
+def test_noise_that_is_switched_on_later_is_refused():
+    f = Shifted("attribute")
+    shifted_gradient(f, None)
+    f.drop.train()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="draws random numbers"):
+            shifted_gradient(f, None)
+
+
+def test_a_field_that_was_watched_is_watched_again_with_another_adjoint(monkeypatch):
+    f, calls = Shifted("attribute"), count_watched(monkeypatch)
+    shifted_gradient(f, None)
+    t = torch.linspace(0.0, 1.0, 4)
+    for adjoint in (ct.ReversibleAdjoint(), ct.DirectAdjoint()):
+        ct.odeint(f, torch.ones(2), t, rtol=1e-4, atol=1e-6, compile=True, adjoint=adjoint)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("points", [2, 30, 33])
+@pytest.mark.parametrize("ends", ["increasing", "decreasing"])
+def test_observations_of_a_block_are_the_eager_ones(points, ends):
+    f = Field()
+    t = torch.linspace(0.0, 2.0, points, dtype=torch.float64)
+    t = t if ends == "increasing" else t.flip(0)
+    weights = torch.linspace(0.5, 1.5, points, dtype=torch.float64)[:, None, None]
+
+    def run(compile):
+        y0 = torch.tensor([[0.3, -0.2, 0.9]], dtype=torch.float64, requires_grad=True)
+        ys = ct.odeint(f, y0, t, method="dopri5", rtol=1e-7, atol=1e-9, compile=compile)
+        loss = (weights * ys**2).sum()
+        return [ys, *torch.autograd.grad(loss, [y0, f.a])]
+
+    torch.testing.assert_close(run(True), run(False), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("adjoint", [ct.CheckpointAdjoint(), ct.BacksolveAdjoint()], ids=repr)

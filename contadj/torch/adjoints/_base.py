@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +25,6 @@ from .._steps import (
     StepError,
     adaptive_steps,
     host_time,
-    product,
     time_like,
 )
 
@@ -255,42 +253,33 @@ class Outputs:
     ys: list[Tensor] = field(default_factory=list)
     cost: Tensor | None = None
     loss: Tensor | None = None
-    _block: Tensor | None = None
-    _waiting: list[tuple[range, int, float, float]] = field(default_factory=list)
+    _observed: Tensor | None = None  # by the steps computed together that came last
 
     def take(self, step: Step, t: Tensor | None = None) -> None:
         """Collect what one step contributes."""
         integration = self.integration
+        if step.observed is not None:
+            if step.observed is not self._observed:
+                self._join(step)
+            return
         indices = integration.observed(host_time(step.t), host_time(step.t_next))
-        if step.block is not self._block:
-            self._observe_waiting()
-        if indices and step.block is not None and integration.loss is None:
-            # The steps that were computed together are observed together.
-            self._block = step.block
-            ends = host_time(step.t), host_time(step.t_next)
-            self._waiting.append((indices, step.place, *ends))
-        elif indices:
+        if indices:
             self.add(indices, integration.observe(step, indices, t), t)
         if integration.running_cost is not None:
             part = integration.method.quadrature(integration.running_cost, step)
             self.cost = part if self.cost is None else self.cost + part
 
-    def _observe_waiting(self) -> None:
-        block, self._block = self._block, None
-        if block is None:
-            return
-        indices, places, starts, ends = zip(*self._waiting, strict=True)
-        self._waiting = []
-        weights = self.integration.method.observation_weights(
-            np.array(starts), np.array(ends), np.array(places), len(block),
-            self.integration.times[indices[0].start : indices[-1].stop],
-        )  # fmt: skip
-        weights = torch.from_numpy(weights).to(block.device, block.dtype)
-        self.ys.append(product(weights.flatten(1), block.flatten(0, 1)))
+    def _join(self, step: Step) -> None:
+        """Collect what steps computed together observed: all that lies at or after their start."""
+        self._observed = step.observed
+        assert step.observed is not None
+        start = self.integration.observed(host_time(step.t), host_time(step.t_next)).start
+        last = len(self.integration.times) - 1
+        ys = step.observed[start:last]
+        self.ys = [torch.cat([before[:start], ys]) for before in self.ys] or [ys]
 
     def finish(self, y: Tensor, t: Tensor | None = None) -> Outputs:
         """Collect the observation at the last time."""
-        self._observe_waiting()
         self.add([len(self.integration.times) - 1], y[None], t)
         return self
 

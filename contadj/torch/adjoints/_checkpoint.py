@@ -14,7 +14,7 @@ from torch import Tensor
 from ...checkpointing import OfflineSnapshots, OnlineSnapshots, check_count, walk_back
 from .._compile import CompiledRungeKutta
 from .._mesh import Mesh
-from .._steps import Step, host_time, product, real_dtype, replay_evidence
+from .._steps import Step, host_time, product, replay_evidence
 from ._base import (
     Integration,
     Outputs,
@@ -142,11 +142,8 @@ class _Sweep:
         self.integration = integration
         self.mesh = mesh
         self.num_steps = len(mesh.times) - 1
-        self._starts = mesh.times[:-1].tolist()
-        self._ends = mesh.times[1:].tolist()
-        y0, t = recorded.y0, recorded.t
-        self._table = stage_times(integration.method, mesh.times, y0)
-        self._sizes = torch.from_numpy(np.diff(mesh.times)).to(y0.device, real_dtype(y0))
+        self._times = mesh.times.tolist()
+        self._y0, t = recorded.y0, recorded.t
         self._params, self._cotangents = recorded.params, recorded.cotangents
         self._t = t if t.requires_grad else None
         self._param_grads: list[Tensor | None] = [None] * len(self._params)
@@ -188,14 +185,14 @@ class _Sweep:
 
     def _step(self, n: int, y: Tensor, first: Tensor | None = None) -> Step:
         return self.integration.method.take(
-            self.integration.f, self._starts[n], self._ends[n], y, times=self._table[n],
+            self.integration.f, self._times[n], self._times[n + 1], y, times=self._table[n],
             first=first,
         )  # fmt: skip
 
     def reverse(self, n: int, y: Tensor, count: int = 1) -> None:
         """lambda_n from lambda_{n+count}, given y_n."""
         integration, cotangents = self.integration, self._cotangents
-        start, end = self._starts[n], self._ends[n + count - 1]
+        start, end = self._times[n], self._times[n + count]
         indices = integration.observed(start, end)
         if self._runs_compiled(n, n + count):
             self._reverse_compiled(n, count, y, indices)
@@ -254,30 +251,50 @@ class _Sweep:
         inside[steps[self.mesh.times[steps] != times]] = True
         return inside
 
+    @cached_property
+    def _observations(self) -> tuple[Tensor, Tensor] | None:
+        """The observation times and dL/dy there, as steps pulled back together take them."""
+        observed, cotangent = self.integration.method.observed, self._cotangents.ys
+        if observed is None or cotangent is None:
+            return None
+        padded = cotangent.new_zeros(len(observed), *cotangent.shape[1:])
+        padded[: len(cotangent)] = cotangent
+        return observed, padded
+
+    @cached_property
+    def _points(self) -> Tensor:
+        """The step times."""
+        return torch.from_numpy(self.mesh.times).to(self._y0.device)
+
+    @cached_property
+    def _table(self) -> Tensor:
+        """The stage times."""
+        return stage_times(self.integration.method, self.mesh.times, self._y0)
+
     def _reverse_compiled(self, n: int, count: int, y: Tensor, indices: range) -> None:
         integration, method = self.integration, self.integration.method
         assert isinstance(method, CompiledRungeKutta)
-        steps = slice(n, n + count)
-        cotangent = self._cotangents.of_observations(integration, indices) if indices else None
-        if cotangent is None:
-            cotangents = y.new_zeros(count, 1, *y.shape)
-        else:
+        times, starts = integration.times[indices.start : indices.stop], self._times[n : n + count]
+        dense = len(indices) > count or any(time not in starts for time in times.tolist())
+        seen, slopes, observations = None, None, None
+        if self._observations is not None:
+            observations = self._observations
+        elif indices:
             # The dense output is linear in y and the slopes.
-            mesh = self.mesh.times[n : n + count + 1]
-            weights = method.observation_weights(
-                mesh[:-1], mesh[1:], np.arange(count), count,
-                integration.times[indices.start : indices.stop],
-            )  # fmt: skip
-            if not weights[..., 1:].any():
-                weights = weights[..., :1]
-            weights = torch.from_numpy(weights).to(y.device, y.dtype)
-            cotangents = product(weights.flatten(1).mT, cotangent).view(count, -1, *y.shape)
+            seen = self._cotangents.of_observations(integration, indices)
+            if seen is not None and dense:
+                weights = method.dense_weights(self._times[n], self._times[n + 1], times)
+                weights = torch.from_numpy(weights).to(y.device, y.dtype)
+                slopes = product(weights.mT, seen)
         totals = [total for total in self._param_grads if total is not None]
         expected, self._y_end = self._y_end, None
         evidence, self.adjoint, grads = method.pull_back(
-            integration.f, self._table[steps], self._sizes[steps], y,
-            y if expected is None else expected, self.adjoint, cotangents, totals or None,
+            integration.f, self._points[n : n + count + 1], y, y if expected is None else expected,
+            self.adjoint, totals or None, slope_cotangents=slopes, observations=observations,
+            dense=dense,
         )  # fmt: skip
+        if seen is not None:
+            self.adjoint = self.adjoint + seen.sum(0)
         self._param_grads = list(grads)
         if expected is not None:
             check_replay(integration, evidence, y.dtype)

@@ -16,7 +16,6 @@ from .._steps import (
     Step,
     StepControl,
     host_time,
-    time_like,
 )
 from ._base import (
     Integration,
@@ -96,10 +95,9 @@ class ReversibleAdjoint(ReplayingAdjoint):
             size = mesh.first_step
             if size is None:
                 start, end = float(integration.times[0]), float(integration.times[-1])
-                slope = integration.first
-                if slope is None:
-                    slope = integration.f(time_like(start, y0), y0)
-                size, _ = integration.method.begin(integration.f, mesh, start, end, y0, slope)
+                size, *_ = integration.method.begin(
+                    integration.f, mesh, start, end, y0, integration.first
+                )
             mesh = _PairControl.of(mesh, size)
         return replace(integration, method=method, mesh=mesh)
 
