@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -65,7 +65,7 @@ def was_watched(func: Any) -> bool:
     return isinstance(func, nn.Module) and func in _watched
 
 
-def named_params(named: Params, params: Sequence[Tensor]) -> Params | None:
+def named_params(named: Mapping[str, Tensor], params: Sequence[Tensor]) -> Params | None:
     """The parameters by their names in the module, None if one of them is not there."""
     names = {id(param): name for name, param in named.items()}
     if any(id(param) not in names for param in params):
@@ -195,8 +195,6 @@ def _kernels(name: str, small: bool) -> _Kernels:
         *_, nodes, e, interpolant = _coefficients(name)
         direction, rejected = torch.sign(stop - t), rejected > 0.0
         found, rows, ends, seen = [], [], [], None
-        if observed is not None:
-            seen = y.new_zeros(len(observed), *y.shape)
         for _ in range(number):
             left = (stop - t).abs()
             lands = 1.01 * size >= left
@@ -209,14 +207,15 @@ def _kernels(name: str, small: bool) -> _Kernels:
             wrong = _weighted(torch.zeros_like(y), h, e, slopes)
             error = control.error_norm(wrong, y, following).double()
             found.append(torch.stack([t, t_next, error, size]))
-            rows.append(torch.stack([y, *slopes]))
+            # Who observes by the dense output of a single step needs all slopes.
+            rows.append(torch.stack([y, *(slopes if observed is None else slopes[::count])]))
             ends.append(following)
             accepted, size, before = next_size(
                 control, tableau, error, before, planned, size, lands, rejected
             )
             if observed is not None:
                 inside, states = _dense(interpolant, t, t_next, y, slopes, observed)
-                seen = torch.where(inside & accepted, states, seen)
+                seen = torch.where(inside & accepted, states, 0.0 if seen is None else seen)
             rejected = ~accepted
             t = torch.where(accepted, t_next, t)
             y = torch.where(accepted, following, y)

@@ -123,7 +123,7 @@ def parse_options(
     norm = options.get("norm", "batch")
     if norm not in ("batch", "sample") and not callable(norm):
         raise ValueError(f"`norm` must be 'batch', 'sample' or a callable, got {norm!r}")
-    return replace(control, **options)
+    return replace(control, **options) if options else control
 
 
 def _number(name: str, value: Any) -> float:

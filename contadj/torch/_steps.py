@@ -329,7 +329,7 @@ class RungeKutta:
         ends = torch.tensor([t, stop], dtype=torch.float64, device=y.device)
         with torch.no_grad():
             size = first_size(
-                control, self.tableau.order, f, *ends.unbind(), y.detach(), first.detach()
+                control, self.tableau.order, f, ends[0], ends[1], y.detach(), first.detach()
             )
         return float(size), first, iter(())
 

@@ -254,7 +254,8 @@ class _Sweep:
     @cached_property
     def _observations(self) -> tuple[Tensor, Tensor] | None:
         """The observation times and dL/dy there, as steps pulled back together take them."""
-        observed, cotangent = self.integration.method.observed, self._cotangents.ys
+        method, cotangent = self.integration.method, self._cotangents.ys
+        observed = method.observed if isinstance(method, CompiledRungeKutta) else None
         if observed is None or cotangent is None:
             return None
         padded = cotangent.new_zeros(len(observed), *cotangent.shape[1:])
