@@ -508,6 +508,32 @@ def inside_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def pull(
+    outs: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+    **more: Any,
+) -> list[Tensor | None]:
+    """The vector-Jacobian product of what was recorded; None is zero on either side.
+
+    What was recorded says in which precision each part of it runs: autocast is for f alone, and
+    would round the rest.
+    """
+    pairs = [
+        (out, cotangent)
+        for out, cotangent in zip(outs, cotangents, strict=False)
+        if cotangent is not None and out.requires_grad
+    ]
+    if not pairs or not inputs:
+        return [None] * len(inputs)
+    kind = outs[0].device.type
+    if torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            return pull(outs, cotangents, inputs, **more)
+    outs, given = zip(*pairs, strict=True)
+    return list(torch.autograd.grad(outs, inputs, given, allow_unused=True, **more))
+
+
 @contextlib.contextmanager
 def same_context(autocast: dict[str, tuple[bool, torch.dtype]], buffers: Sequence[Tensor]):
     """Evaluate f under the autocast state of the forward pass, and leave buffers as they were."""

@@ -28,6 +28,7 @@ from torch import Tensor
 from ..multistep import MULTISTEP, STARTER, Multistep
 from ..tableaus import get_tableau
 from . import _tree
+from ._field import pull
 from ._implicit import implicit_step
 from ._steps import RungeKutta, VectorField, time_like
 
@@ -191,7 +192,7 @@ def direct(
             y_next, history = step(f, t, t_next, y, rebuild(parts), nudge)
             outs = [y_next, *_tree.tensors(history)]
             cotangents = [adjoints[-1], *(from_history or [None] * (len(outs) - 1))]
-            grads = _pull(outs, cotangents, [y, nudge, *parts, *params])
+            grads = pull(outs, cotangents, [y, nudge, *parts, *params])
             along, multiplier = _zero_for_none(grads[:2], (y, nudge))
             adjoints.append(along + jumps[n])
             multipliers.append(multiplier)
@@ -206,21 +207,6 @@ def _stack(backward: list[Tensor]) -> Tensor:
 
 def _leaf(x: Tensor) -> Tensor:
     return x.detach().requires_grad_()
-
-
-def _pull(
-    outs: Sequence[Tensor], cotangents: Sequence[Tensor | None], wanted: Sequence[Tensor], **more
-) -> list[Tensor | None]:
-    """A vector-Jacobian product; None is zero on either side."""
-    pairs = [
-        (out, cotangent)
-        for out, cotangent in zip(outs, cotangents, strict=True)
-        if cotangent is not None and out.requires_grad
-    ]
-    if not pairs:
-        return [None] * len(wanted)
-    outs, given = zip(*pairs, strict=True)
-    return list(torch.autograd.grad(outs, wanted, given, allow_unused=True, **more))
 
 
 def _zero_for_none(grads: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
@@ -238,7 +224,7 @@ def _costs(cost: Callable, ys: Sequence[Tensor], params: Sequence[Tensor]):
     leaves = [_leaf(y) for y in ys]
     value = cost(leaves)
     wanted = [*leaves, *params]
-    grads = _zero_for_none(_pull([value], [torch.ones_like(value)], wanted), wanted)
+    grads = _zero_for_none(pull([value], [torch.ones_like(value)], wanted), wanted)
     return value.detach(), grads[: len(ys)], grads[len(ys) :]
 
 
@@ -299,7 +285,7 @@ def _adjoint_field(f: VectorField, n: int, costs: int, params: Sequence[Tensor])
             slope = f(t, torch.cat([y, y.new_zeros(costs)]))
             wanted = [y, *params]
             cotangent = torch.cat([adjoint, y.new_ones(costs)])
-            grads = _pull([slope], [cotangent], wanted, create_graph=record)
+            grads = pull([slope], [cotangent], wanted, create_graph=record)
             back = [-x.reshape(-1) for x in _zero_for_none(grads, wanted)]
             out = torch.cat([slope[:n], *back])
         return out if record else out.detach()

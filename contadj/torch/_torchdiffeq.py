@@ -12,7 +12,7 @@ import torchdiffeq
 from torch import Tensor
 
 from ._errors import SolveError, SolveStats
-from ._field import VectorField
+from ._field import VectorField, autocast_state, pull, same_context
 from ._mesh import Mesh, Times
 from ._options import FIXED, fixed_mesh, unknown_option
 from ._steps import time_like
@@ -143,11 +143,14 @@ def solve(
         if adjoint.restart_every is not None:
             raise ValueError("`restart_every` needs engine='contadj'")
         forward = _Forward(f, method, tolerances, options, running_cost)
+        buffers: list[Tensor] = []
         if torch.is_grad_enabled():
             _, probe = f.probe(time_like(times[0], y0), y0, params, _costs(running_cost))
             params = _complete_params(params, probe, adjoint, explicit=False)
+            buffers = probe.written_buffers
+        again = partial(same_context, autocast_state(y0.device), buffers)
         needed = tuple(param for param in params if param.requires_grad)
-        ys, cost = _Backsolve.apply(adjoint, forward, times, stats, y0, t, *needed)
+        ys, cost = _Backsolve.apply(adjoint, forward, times, stats, again, y0, t, *needed)
     else:
         raise ValueError(
             f"engine='torchdiffeq' serves DirectAdjoint and BacksolveAdjoint, got "
@@ -206,11 +209,12 @@ def _rms(y: Tensor) -> Tensor:
 
 class _Backsolve(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, adjoint, forward, times, stats, y0, t, *params):  # type: ignore[override]
+    def forward(ctx, adjoint, forward, times, stats, again, y0, t, *params):  # type: ignore[override]
         ys, cost = forward(y0, t.to(y0.device))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(ys, t, *params)
         ctx.adjoint, ctx.problem, ctx.times, ctx.stats = adjoint, forward, times, stats
+        ctx.again = again
         return ys, cost
 
     @staticmethod
@@ -224,7 +228,7 @@ class _Backsolve(torch.autograd.Function):
         ys, t, *params = ctx.saved_tensors
         reverse = _Reverse(ctx.adjoint, ctx.problem, ctx.times, params, grad_cost)
         evaluations = ctx.problem.f.evaluations
-        with ctx.problem.f.watching(params):
+        with ctx.again(), ctx.problem.f.watching(params):
             results = reverse.run(ys, grad_ys, t)
         ctx.stats.f_evaluations_backward = ctx.problem.f.evaluations - evaluations
         report_reversal(
@@ -235,7 +239,7 @@ class _Backsolve(torch.autograd.Function):
             ctx.adjoint.on_reversal,
             "more observation times, where the state is set back",
         )
-        return (None, None, None, None, *results)
+        return (None, None, None, None, None, *results)
 
 
 class _Reverse:
@@ -271,13 +275,8 @@ class _Reverse:
             if self.problem.running_cost is not None and self.grad_cost is not None:
                 outs.append(self.problem.running_cost(t, y))
                 cots.append(self.grad_cost)
-        pairs = [(o, c) for o, c in zip(outs, cots, strict=True) if o.requires_grad]
         wanted = (y, *self.params)
-        grads: Sequence[Tensor | None] = [None] * len(wanted)
-        if pairs:
-            grads = torch.autograd.grad(
-                [o for o, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True
-            )
+        grads = pull(outs, cots, wanted)
         back = [
             torch.zeros_like(x) if g is None else -g for g, x in zip(grads, wanted, strict=True)
         ]

@@ -120,6 +120,23 @@ def test_a_reversal_error_above_the_tolerance_is_warned_of_with_its_remedy():
         run(0.5)
 
 
+@pytest.mark.filterwarnings("error::contadj.jax.ReversalWarning")
+def test_a_solution_that_is_zero_throughout_is_reversed_without_a_warning():
+    def total(y0, adjoint):
+        return jnp.sum(solved((y0, *POINT[1:]), 8, adjoint))
+
+    run = jax.jit(value_grad_and_stats(total, ReversibleAdjoint()))
+    _, gradient, stats = run(jnp.zeros(2))
+    jax.effects_barrier()
+    # The system is odd in y, so the central difference is exact up to O(step^2).
+    step = 1e-5
+    ahead, behind = (
+        total(jnp.array([sign * step, 0.0]), ReversibleAdjoint()) for sign in (1.0, -1.0)
+    )
+    np.testing.assert_allclose(gradient[0], (ahead - behind) / (2 * step), rtol=1e-9)
+    assert stats.reversal_error == 0.0
+
+
 @pytest.mark.parametrize("coupling", [0, -0.1, 1.01, "near one"])
 def test_a_coupling_outside_its_range_raises(coupling):
     with pytest.raises(ValueError, match="`coupling`"):

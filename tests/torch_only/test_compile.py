@@ -315,6 +315,18 @@ def test_a_tensor_that_needs_a_gradient_later_is_seen(where, monkeypatch):
                 shifted_gradient(f, None)
 
 
+@pytest.mark.parametrize("adjoint", [ct.CheckpointAdjoint(), ct.BacksolveAdjoint()], ids=repr)
+def test_a_field_that_changes_before_the_backward_pass_is_noticed(adjoint):
+    f, t = Field(), torch.linspace(0.0, 1.0, 4, dtype=torch.float64)
+    y0 = torch.tensor([[0.3, -0.2, 0.9]], dtype=torch.float64)
+    for _ in range(2):  # watched, and not watched again
+        ys = ct.odeint(f, y0, t, rtol=1e-4, atol=1e-6, compile=True, adjoint=adjoint)
+        f.gain = 0.5
+        with pytest.raises(ct.SolveError, match="is not the function it was in the forward pass"):
+            ys.sum().backward()
+        f.gain = 1.0
+
+
 def test_noise_that_is_switched_on_later_is_refused():
     f = Shifted("attribute")
     shifted_gradient(f, None)

@@ -659,21 +659,51 @@ def test_solves_that_share_an_autocast_context_give_the_gradients_of_solves_with
 
 
 @every
-def test_autocast_rounds_no_state(adjoint):
+def test_autocast_rounds_no_state_and_no_gradient(adjoint):
     # f has no operation that autocast takes to a lower precision; observations inside a step and a
     # cubic control are sums with weights.
     t, knots = torch.linspace(0.0, 1.0, 12), torch.linspace(0.0, 1.0, 4)
     y0 = torch.tensor([0.5, -0.3], dtype=torch.float32, requires_grad=True)
-    control = Control(knots, torch.tensor([0.3, 0.8, -0.2, 0.1], dtype=torch.float32), kind="cubic")
+    values = torch.tensor([0.3, 0.8, -0.2, 0.1], dtype=torch.float32, requires_grad=True)
+    control = Control(knots, values, kind="cubic")
 
-    def states(enabled):
+    def states_and_gradients(enabled):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            return odeint(
+            ys = odeint(
                 lambda t, y, u: u - torch.sin(y), y0, t, control=control, method="dopri5",
-                options={"mesh": knots}, adjoint=adjoint,
+                options={"mesh": knots}, adjoint=loose(adjoint),
             )  # fmt: skip
+        return [ys, *torch.autograd.grad((t[:, None] * ys).sum(), [y0, values])]
 
-    torch.testing.assert_close(states(True), states(False), rtol=0, atol=0)
+    got, want = states_and_gradients(True), states_and_gradients(False)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_the_torchdiffeq_engine_keeps_autocast_and_buffers_in_its_backward_pass():
+    class Field(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(2)
+            self.linear = nn.Linear(2, 2, dtype=torch.float32)
+            self.norm = nn.BatchNorm1d(2, dtype=torch.float32)
+            self.seen = set()
+
+        def forward(self, t, y):
+            z = self.linear(y)
+            self.seen.add(z.dtype)
+            return torch.tanh(self.norm(z)).to(y.dtype)
+
+    f = Field()
+    y0 = torch.tensor([[0.5, -0.3], [0.1, 0.7]], dtype=torch.float32, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = end(
+            f, y0, BacksolveAdjoint(reversal_tolerance=1.0), engine="torchdiffeq", method="rk4",
+            options={"num_steps": 4},
+        )  # fmt: skip
+    before = [buffer.clone() for buffer in f.buffers()]
+    y.sum().backward()
+    assert f.seen == {torch.bfloat16}
+    assert all(map(torch.equal, f.buffers(), before))
 
 
 # Leaves that need no gradient.

@@ -22,7 +22,7 @@ from ._continuous import (
     pair,
     saved_times,
 )
-from ._reversal import Reversal
+from ._reversal import Reversal, relative_size
 
 PyTree = Any
 
@@ -397,7 +397,7 @@ def _retrace(
     end = _tree.while_loop(more, body, start)
     y, adjoint, sums = end.state
     reversal = jnp.maximum(end.reversal, _tree.norm(jtu.tree_map(jnp.subtract, y, solve.y0)))
-    reversal = reversal / jnp.where(largest > 0, largest, 1)
+    reversal = relative_size(reversal, largest)
     reached = (end.s >= s1) & (end.result == RESULTS.successful)
     d_t0 = None
     if moving:

@@ -22,6 +22,11 @@ from ...reversal import (
 PyTree = Any
 
 
+def relative_size(part, scale):
+    """part / scale, or part itself where the scale is zero."""
+    return part / jnp.where(scale > 0, scale, 1)
+
+
 class Reversal(eqx.Module):
     """The reversal error above which a gradient is reported, and how."""
 

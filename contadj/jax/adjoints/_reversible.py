@@ -26,7 +26,7 @@ from .._forward import (
 from .._reverse_only import reverse_only
 from .._steps import explicit_step, explicit_tableau
 from ._replay import split, sweep
-from ._reversal import Reversal
+from ._reversal import Reversal, relative_size
 
 PyTree = Any
 
@@ -188,25 +188,26 @@ def _solve_fwd(perturbed, inputs, *, options: Options, capacity: int, reversal: 
     record = _tree.buffer(capacity, split(solve, options, example)[0])
 
     def keep(n, step, kept):
-        record, apart = kept
-        apart = jnp.maximum(apart, _apart(step.y))
-        return _tree.write(record, n, split(solve, options, step)[0]), apart
+        record, *sizes = kept
+        sizes = jtu.tree_map(jnp.maximum, sizes, _sizes(step.y))
+        return _tree.write(record, n, split(solve, options, step)[0]), *sizes
 
-    kept = record, jnp.zeros_like(_apart(solve.y0))
+    kept = record, *_sizes(solve.y0)
     end = march(solve, options, capacity=capacity, keep=keep, record=kept)
-    record, apart = end.record
-    apart = jnp.maximum(apart, _apart(end.y))
-    return leave(end), (record, apart, end.accepted, end.ts_index, end.y, end.tprev)
+    record, *sizes = end.record
+    sizes = jtu.tree_map(jnp.maximum, sizes, _sizes(end.y))
+    return leave(end), (record, sizes, end.accepted, end.ts_index, end.y, end.tprev)
 
 
-def _apart(pair):
-    return _tree.norm(jtu.tree_map(jnp.subtract, *pair))
+def _sizes(pair):
+    """The norm of y, and of its distance from z."""
+    return [_tree.norm(pair[0]), _tree.norm(jtu.tree_map(jnp.subtract, *pair))]
 
 
 @_solve.def_bwd
 def _solve_bwd(residuals, cotangents, perturbed, inputs, *, options, capacity, reversal):
     solve, probe = inputs
-    record, apart, *end = residuals
+    record, (largest, apart), *end = residuals
     count, _, last, _ = end
     rebuilt = []
 
@@ -228,10 +229,9 @@ def _solve_bwd(residuals, cotangents, perturbed, inputs, *, options, capacity, r
     gone = [
         jtu.tree_map(jnp.subtract, part, y0) for part, y0 in zip(rebuilt[0], solve.y0, strict=True)
     ]
-    size = jnp.maximum(_tree.norm(solve.y0[0]), _tree.norm(last[0]))
-    error = jnp.maximum(*map(_tree.norm, gone)) / size
+    error = relative_size(jnp.maximum(*map(_tree.norm, gone)), largest)
     gradient = reversal.report(gradient, error, "a `coupling` closer to 1", options.throw)
-    gradient = reversal.report_apart(gradient, apart / size, options.throw)
+    gradient = reversal.report_apart(gradient, relative_size(apart, largest), options.throw)
     gradient = _tree.reversed_once(gradient, "ReversibleAdjoint")
     if probe is None:
         return gradient, None

@@ -86,6 +86,8 @@ class BacksolveAdjoint(ReplayingAdjoint):
         for n, step in enumerate(integration.steps(y0)):
             if self.restart_every is not None and n and n % self.restart_every == 0:
                 stored[host_time(step.t)] = step.y
+            if slope is None and integration.method.tableau.explicit:
+                slope = step.slopes[0]
             outputs.take(step)
             y = step.y_next
             scale = torch.maximum(scale, torch.linalg.vector_norm(y))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...checkpointing import OfflineSnapshots, OnlineSnapshots, check_count, walk_back
 from .._compile import CompiledRungeKutta
+from .._field import pull
 from .._mesh import Mesh
 from .._steps import Step, host_time, product, replay_evidence
 from ._base import (
@@ -113,24 +114,11 @@ class CheckpointAdjoint(ReplayingAdjoint):
             outputs.take(step, times)
             y = step.y_next
         results = outputs.finish(y, times).tensors()
-        pairs = [
-            (result, cotangent)
-            for result, cotangent in zip(
-                results, (cotangents.ys, cotangents.cost, cotangents.loss), strict=True
-            )
-            if result is not None and cotangent is not None
-        ]
+        given = cotangents.ys, cotangents.cost, cotangents.loss
+        pairs = [pair for pair in zip(results, given, strict=True) if pair[0] is not None]
         sources = (recorded.y0, t, *recorded.params)
         inputs = [x for x in sources if x.requires_grad]
-        grads = iter(
-            torch.autograd.grad(
-                [result for result, _ in pairs],
-                inputs,
-                [cotangent for _, cotangent in pairs],
-                create_graph=True,
-                allow_unused=True,
-            )
-        )
+        grads = iter(pull(*zip(*pairs, strict=True), inputs, create_graph=True))  # pyright: ignore
         all_grads = [next(grads) if x.requires_grad else None for x in sources]
         return all_grads[0], all_grads[1], all_grads[2:]
 
@@ -302,11 +290,7 @@ class _Sweep:
 
     def _pull(self, outs: list, cots: list, y: Tensor, leaves: list) -> None:
         """Add the vector-Jacobian products of `outs` to the adjoint and the gradients."""
-        pairs = [(out, cot) for out, cot in zip(outs, cots, strict=True) if out.requires_grad]
-        grads = torch.autograd.grad(
-            [out for out, _ in pairs], (y, *leaves, *self._params), [cot for _, cot in pairs],
-            allow_unused=True,
-        )  # fmt: skip
+        grads = pull(outs, cots, (y, *leaves, *self._params))
         if grads[0] is not None:
             self.adjoint = self.adjoint + grads[0]
         count = 1 + len(leaves)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._field import pull
 from .._steps import Step, host_time, product
 from ._base import Adjoint, Integration, time_leaf
 
@@ -254,9 +255,7 @@ def _push_forward(
     if count == 0 or not live:
         return zero
     dummies = [torch.zeros_like(outs[k], requires_grad=True) for k in live]
-    pulled = torch.autograd.grad(
-        [outs[k] for k in live], inputs, dummies, create_graph=True, allow_unused=True
-    )
+    pulled = pull([outs[k] for k in live], dummies, inputs, create_graph=True)
     pairs = [
         (back, tangent)
         for back, tangent in zip(pulled, tangents, strict=True)
@@ -265,9 +264,7 @@ def _push_forward(
     if not pairs:
         return zero
     backs, directions = [back for back, _ in pairs], [tangent for _, tangent in pairs]
-    pushed = torch.autograd.grad(
-        backs, dummies, directions, allow_unused=True, is_grads_batched=True
-    )
+    pushed = pull(backs, directions, dummies, is_grads_batched=True)
     for k, derivative in zip(live, pushed, strict=True):
         if derivative is not None:
             zero[k] = derivative

@@ -19,7 +19,7 @@ from ...tableaus import TABLEAUS, get_tableau
 from .. import _torchdiffeq
 from .._compile import CompiledRungeKutta
 from .._errors import SolveError
-from .._field import VectorField
+from .._field import VectorField, pull
 from .._implicit import (
     Factors,
     ImplicitRungeKutta,
@@ -230,14 +230,7 @@ class AdjointSystem:
         keep: bool = False,
     ) -> Sequence[Tensor | None]:
         """The vector-Jacobian product of what was recorded with (lambda, g)."""
-        cots = [adjoint, self._cost_cotangent]
-        pairs = [(out, cot) for out, cot in zip(outs, cots, strict=False) if out.requires_grad]
-        if not pairs or not inputs:
-            return [None] * len(inputs)
-        return torch.autograd.grad(
-            [out for out, _ in pairs], inputs, [cot for _, cot in pairs],
-            allow_unused=True, retain_graph=keep,
-        )  # fmt: skip
+        return pull(outs, [adjoint, self._cost_cotangent], inputs, retain_graph=keep)
 
 
 class AdjointMethod(RungeKutta):
@@ -575,7 +568,7 @@ class ReverseSolve:
         if not value.requires_grad:
             return torch.zeros_like(y)
         inputs = (y, *(() if times is None else (leaf,)), *self._params)
-        grads = list(torch.autograd.grad(value, inputs, cotangent, allow_unused=True))
+        grads = pull([value], [cotangent], inputs)
         jump = grads.pop(0)
         if times is not None:
             grad = grads.pop(0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...reversal import COUPLING_TOLERANCE, check_reversal, coupling_message
+from .._field import pull
 from .._mesh import Mesh
 from .._steps import (
     RungeKutta,
@@ -231,14 +232,9 @@ class _Sweep:
 
     def _grad(self, outs: Sequence[Tensor], cots: Sequence[Tensor], inputs: Sequence[Tensor]):
         """Vector-Jacobian products; parameter gradients are added up, the others returned."""
-        pairs = [(o, c) for o, c in zip(outs, cots, strict=True) if o.requires_grad]
-        if not pairs:
-            return [None] * len(inputs)
-        grads = torch.autograd.grad(
-            [o for o, _ in pairs], (*inputs, *self.params), [c for _, c in pairs], allow_unused=True
-        )
+        grads = pull(outs, cots, (*inputs, *self.params))
         accumulate(self.param_grads, grads[len(inputs) :])
-        return list(grads[: len(inputs)])
+        return grads[: len(inputs)]
 
     def _last_observation(self, y: Tensor) -> None:
         last = len(self.integration.times) - 1
