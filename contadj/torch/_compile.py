@@ -43,7 +43,6 @@ Params = dict[str, Tensor]
 BLOCK = 4
 SMALL = 2**16
 
-
 # What f was seen to do when it was watched holds for every call of the same trace: the guards of a
 # trace cover all that decides which tensors f uses and which of them need a gradient.
 _traces = itertools.count()
@@ -127,7 +126,8 @@ def _weighted(y: Tensor, h: Tensor, weights: Sequence[float], slopes: Sequence[T
 class _Attempts(NamedTuple):
     """Attempts in a row: (t, t_next, error, size) of each, y and the slopes, y_next.
 
-    `observed` are the states at the observation times that an accepted one reached, (P, *state).
+    `observed` are the states at the observation times that an accepted one reached, (P, *state);
+    with them only the first and the last slope are there.
     """
 
     numbers: list[list[float]]
@@ -336,7 +336,7 @@ class CompiledRungeKutta(RungeKutta):
         if small and times is not None:
             # One compiled function for all numbers of times up to the next power of two.
             length = 1 << (len(times) - 1).bit_length()
-            if length * y.numel() <= SMALL and self.interpolates:
+            if length * y.numel() <= SMALL:
                 padded = np.full(length, np.nan)
                 padded[: len(times)] = times
                 self.observed = torch.from_numpy(padded).to(y.device)
@@ -419,7 +419,8 @@ class CompiledRungeKutta(RungeKutta):
         found, *tensors, trace = self._kernels.attempts(
             self._func, self._layout, self._params, self.block, tolerances,
             torch.tensor(numbers, dtype=torch.float64, device=y.device), y,
-            first if self.fsal else None, self.observed if self.fsal else None,
+            first if self.fsal else None,
+            self.observed if self.fsal and self.interpolates else None,
         )  # fmt: skip
         self._check_trace(trace)
         return _Attempts(found.tolist(), *tensors)

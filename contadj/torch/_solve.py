@@ -206,7 +206,7 @@ def solve(
         Compile the steps, several into one call where the problem is small, or func itself where
         the adjoint, a running cost, a control or buffers need more than them. For explicit
         methods, and a func without branches on the values of t or y. Takes 10 to 60 seconds once
-        per module, method, shape and dtype.
+        per module, method, shape, dtype and power of two above the number of times.
     running_cost : callable
         c(t, y), a scalar; its integral over the interval is `Solution.cost`. It takes no part in
         error control.

@@ -107,10 +107,12 @@ def test_one_call_serves_all_attempts_that_it_foresaw(monkeypatch):
     assert len(calls) == -(-(stats.steps_accepted + stats.steps_rejected) // BLOCK)
 
 
-def test_a_method_without_a_dense_output_of_its_order_observes_by_shortened_steps():
-    f = Field()
-    eager, _ = gradient(f, ct.CheckpointAdjoint(), method="dopri8")
-    compiled, _ = gradient(f, ct.CheckpointAdjoint(), method="dopri8", compile=True)
+@pytest.mark.parametrize("options", [{}, {"step_t": (0.35, 0.8), "max_step": 0.1}])
+def test_a_method_without_a_dense_output_of_its_order_observes_by_shortened_steps(options):
+    # With step_t every observation is on a step time, also inside a block.
+    f, solver = Field(), {"method": "dopri8", "options": options}
+    eager, _ = gradient(f, ct.CheckpointAdjoint(), **solver)
+    compiled, _ = gradient(f, ct.CheckpointAdjoint(), compile=True, **solver)
     torch.testing.assert_close(compiled, eager, rtol=1e-9, atol=1e-13)
 
 
