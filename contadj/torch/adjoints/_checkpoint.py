@@ -276,15 +276,20 @@ class _Sweep:
                 weights = torch.from_numpy(weights).to(y.device, y.dtype)
                 slopes = product(weights.mT, seen)
         totals = [total for total in self._param_grads if total is not None]
+        # A sum inside costs a second compiled function, which small parameters do not repay.
+        inside = method.block == 1
         expected, self._y_end = self._y_end, None
         evidence, self.adjoint, grads = method.pull_back(
             integration.f, self._points[n : n + count + 1], y, y if expected is None else expected,
-            self.adjoint, totals or None, slope_cotangents=slopes, observations=observations,
-            dense=dense,
+            self.adjoint, (totals or None) if inside else None, slope_cotangents=slopes,
+            observations=observations, dense=dense,
         )  # fmt: skip
         if seen is not None:
             self.adjoint = self.adjoint + seen.sum(0)
-        self._param_grads = list(grads)
+        if inside or not totals:
+            self._param_grads = list(grads)
+        else:
+            accumulate(self._param_grads, grads)
         if expected is not None:
             check_replay(integration, evidence, y.dtype)
 
