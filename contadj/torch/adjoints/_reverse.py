@@ -122,7 +122,7 @@ class AdjointSystem:
         none: list[Tensor | None] = [None] * len(params)
         self.totals, self.pending, self.pending_error = list(none), list(none), list(none)
         self._first = self._last = none
-        self._accepted = True
+        self._accepted, self.reuses = True, False
         self._stage = -1
 
     @property
@@ -151,12 +151,12 @@ class AdjointSystem:
 
     def begin(self, method: RungeKutta, h: float, reused: bool) -> None:
         """A step of size h is about to be tried; its first stage may be known already."""
-        self._b = method.tableau.b
-        self._e = None
+        self._weights = [-h * weight for weight in method.tableau.b.tolist()]
+        self._error_weights = None
         if self._error_wanted and method.tableau.embedded is not None:
-            self._e = method.tableau.b - method.tableau.embedded
-        self._h = h
+            self._error_weights = (-h * (method.tableau.b - method.tableau.embedded)).tolist()
         self._stage = 0
+        self.reuses = self._may_reject or method.fsal
         self.pending = [None] * len(self.params) if self._may_reject else self.totals
         self.pending_error = [None] * len(self.params)
         if reused:
@@ -171,28 +171,32 @@ class AdjointSystem:
         self._accepted = True
         self._stage = -1
 
-    def add(self, integrands: Sequence[Tensor | None]) -> None:
+    def add(self, integrands: list[Tensor | None]) -> None:
         """The theta-integrand at the next stage."""
         i = self._stage
-        self._last = list(integrands)
-        if i == 0:
-            self._first = self._last
-        if self._b[i] != 0.0:
-            accumulate(self.pending, integrands, -self._h * float(self._b[i]))
-        if self._e is not None and self._e[i] != 0.0:
-            accumulate(self.pending_error, integrands, -self._h * float(self._e[i]))
+        if self.reuses:
+            self._last = integrands
+            if i == 0:
+                self._first = integrands
+        if weight := self._weights[i]:
+            accumulate(self.pending, integrands, weight)
+        if self._error_weights is not None and (weight := self._error_weights[i]):
+            accumulate(self.pending_error, integrands, weight)
         self._stage += 1
 
     def __call__(self, t: Tensor, z: Tensor) -> Tensor:
         """The derivative of the state."""
-        if self.solution is None:
-            slope, grads = self.pull(t, z[0], z[1], self.params)
-        else:
-            slope, grads = self.pull(t, self.solution(self._time(t)), z, self.params)
+        if self.solution is not None:
+            return self.rates(t, self.solution(self._time(t)), z)[1].neg()
+        slope, back = self.rates(t, *z.unbind())
+        return torch.stack([slope, back.neg()])
+
+    def rates(self, t: Tensor, y: Tensor, adjoint: Tensor) -> tuple[Tensor, Tensor]:
+        """f(t, y) and f_y^T lambda + g c_y; the theta-gradient gets the share of the stage."""
+        slope, (back, *integrands) = self.pull(t, y, adjoint, self.params)
         if self._stage >= 0:
-            self.add(grads[1:])
-        back = torch.zeros_like(slope) if grads[0] is None else grads[0].neg()
-        return torch.stack([slope, back]) if self.solution is None else back
+            self.add(integrands)
+        return slope, torch.zeros_like(slope) if back is None else back
 
     def _time(self, t: Tensor) -> float:
         """The stage's time in float64: the tensor beside a float32 state has lost digits."""
@@ -214,12 +218,14 @@ class AdjointSystem:
 
     def record(self, t: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
         """y as a leaf, and f(t, y) and c(t, y) with their graph."""
+        if not torch.is_grad_enabled():
+            with torch.enable_grad():
+                return self.record(t, y)
         integration = self._integration
-        with torch.enable_grad():
-            y = y.detach().requires_grad_()
-            outs = [integration.f(t, y)]
-            if integration.running_cost is not None and self._cost_cotangent is not None:
-                outs.append(integration.running_cost(t, y))
+        y = y.detach().requires_grad_()
+        outs = [integration.f(t, y)]
+        if self._cost_cotangent is not None and integration.running_cost is not None:
+            outs.append(integration.running_cost(t, y))
         return y, outs
 
     def pull_back(
@@ -236,12 +242,41 @@ class AdjointSystem:
 class AdjointMethod(RungeKutta):
     """A Runge-Kutta step of the adjoint system: it announces each attempt."""
 
-    def take(self, f, t, t_next, y, **more):  # type: ignore[override]
+    def take(self, f, t, t_next, y, *, times=None, first=None, last=False):  # type: ignore[override]
         """Take one step."""
+        system: AdjointSystem = f  # type: ignore[assignment]
+        assert isinstance(t, float) and isinstance(t_next, float)
         h = t_next - t
-        f.begin(self, h, reused=more.get("first") is not None)
-        f.stage_time = lambda i: float(t + self.nodes[i] * h) if self.nodes[i] != 1 else t_next
-        return super().take(f, t, t_next, y, **more)
+        system.begin(self, h, reused=first is not None)
+        if not system.rebuilds:
+            system.stage_time = lambda i: (
+                float(t + self.nodes[i] * h) if self.nodes[i] != 1 else t_next
+            )
+            return super().take(f, t, t_next, y, times=times, first=first, last=last)
+        _, times = self.size_and_times(t, t_next, y, times)
+        system.enter(t, t_next)
+        # Stacked, each stage would cost two copies and a change of sign.
+        state, adjoint = y.unbind()
+        slopes, backs = [], []
+        if first is not None:
+            slopes, backs = [first[0]], [-first[1]]
+        count = len(self._rows) - self.fsal
+        with torch.enable_grad():  # once for all stages: it takes as long as an addition
+            for i in range(len(slopes), count):
+                row = self._rows[i]
+                stage = combine(state, h, row, slopes), combine(adjoint, -h, row, backs)
+                slope, back = system.rates(times[i], *stage)
+                slopes.append(slope)
+                backs.append(back)
+            ends = combine(state, h, self._b, slopes), combine(adjoint, -h, self._b, backs)
+            if self.fsal and last:
+                slope, back = system.rates(times[count], *ends)
+                slopes.append(slope)
+                backs.append(back)
+        kept = []
+        if system.reuses:
+            kept = [torch.stack([k, -back]) for k, back in zip(slopes, backs, strict=True)]
+        return Step(t, t_next, y, torch.stack(ends), kept, [], times)
 
 
 class ImplicitAdjointMethod(ImplicitRungeKutta):
