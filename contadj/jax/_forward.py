@@ -306,6 +306,7 @@ def march(
     capacity: int | None = None,
     keep: Callable[[Any, Step, PyTree], PyTree] | None = None,
     record: PyTree = None,
+    loop: Callable = _tree.while_loop,
 ) -> March:
     """Step from t0 to t1.
 
@@ -319,6 +320,8 @@ def march(
         `keep(n, step, record) -> record`, called with accepted step n before it is taken.
     record : pytree, optional
         What `keep` starts from.
+    loop : callable, optional
+        `loop(more, body, start)`: the loop over attempted steps, whose state is a `March`.
 
     Returns
     -------
@@ -415,7 +418,7 @@ def march(
 
         return _tree.while_loop(waiting, one, m)
 
-    end = _tree.while_loop(more, body, start)
+    end = loop(more, body, start)
     if saving.ts is not None:
         # Without a step, every time asked for is t0 = t1.
         trivial = t0 == t1

@@ -102,24 +102,38 @@ def strong(tree: PyTree) -> PyTree:
 
 
 def while_loop(more, body, start: PyTree) -> PyTree:
-    """`lax.while_loop` over the arrays of a pytree; what is not an array is left as it is."""
+    """`lax.while_loop` over the arrays of a pytree; what is not an array is left as it is.
+
+    Scalars travel in one vector per dtype: that is one operation, where each by itself is one.
+    """
     leaves, structure = jtu.tree_flatten(start)
-    varies = [eqx.is_array(x) for x in leaves]
+    arrays = [i for i, x in enumerate(leaves) if eqx.is_array(x)]
+    scalars: dict[Any, list[int]] = {}
+    for i in arrays:
+        if jnp.ndim(leaves[i]) == 0:
+            scalars.setdefault(leaves[i].dtype, []).append(i)
+    groups = list(scalars.values())
+    alone = [i for i in arrays if jnp.ndim(leaves[i]) > 0]
 
-    def rebuild(arrays):
-        arrays = iter(arrays)
-        return jtu.tree_unflatten(
-            structure, [next(arrays) if v else x for v, x in zip(varies, leaves, strict=True)]
-        )
-
-    def step(arrays):
-        out, got = jtu.tree_flatten(body(rebuild(arrays)))
+    def pack(tree):
+        out, got = jtu.tree_flatten(tree)
         assert got == structure, f"{got} != {structure}"
-        out = [x for v, x in zip(varies, out, strict=True) if v]
-        return [jnp.asarray(x, old.dtype) for x, old in zip(out, arrays, strict=True)]
+        old = lambda i: jnp.asarray(out[i], leaves[i].dtype)  # noqa: E731
+        return [old(i) for i in alone], [jnp.stack([old(i) for i in g]) for g in groups]
 
-    start = [x for v, x in zip(varies, leaves, strict=True) if v]
-    return rebuild(jax.lax.while_loop(lambda a: more(rebuild(a)), step, start))
+    def unpack(packed):
+        out = list(leaves)
+        for i, x in zip(alone, packed[0], strict=True):
+            out[i] = x
+        for group, vector in zip(groups, packed[1], strict=True):
+            for k, i in enumerate(group):
+                out[i] = vector[k]
+        return jtu.tree_unflatten(structure, out)
+
+    end = jax.lax.while_loop(
+        lambda packed: more(unpack(packed)), lambda packed: pack(body(unpack(packed))), pack(start)
+    )
+    return unpack(end)
 
 
 def as_floats(tree: PyTree) -> PyTree:

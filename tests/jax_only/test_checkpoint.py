@@ -101,6 +101,46 @@ def test_the_gradient_equals_backpropagation_through_the_solve(case):
         np.testing.assert_allclose(g, w, rtol=2e-11, atol=2e-11 * max(1, np.abs(w).max()))
 
 
+def many_steps(x, adjoint):
+    """Van der Pol's oscillator at a stiffness of its own: many steps, many of them rejected."""
+    mu, y0, dt0, t1, ts = x
+    sol = diffrax.diffeqsolve(
+        diffrax.ODETerm(lambda t, y, mu: jnp.stack([y[1], mu * (1 - y[0] ** 2) * y[1] - y[0]])),
+        diffrax.Tsit5(), 0.0, t1, dt0, y0, mu, adjoint=adjoint, max_steps=256,
+        saveat=diffrax.SaveAt(ts=ts, t1=True),
+        stepsize_controller=diffrax.PIDController(1e-6, 1e-8),
+    )  # fmt: skip
+    return jnp.sum(sol.ys * jnp.arange(1.0, 1 + sol.ys.size).reshape(sol.ys.shape)), sol.stats
+
+
+def test_small_states_are_recorded_and_read_a_stretch_of_steps_at_a_time():
+    # A stretch is 31 steps: one lane needs one, the others three, and lanes reject different steps,
+    # so that under vmap no two are at the same one.
+    mu = jnp.array([0.2, 3.0, 6.0])
+    times = jnp.asarray(0.3), jnp.asarray(6.0), jnp.array([0.0, 0.01, 2.9, 5.5])
+    x = (mu, jnp.array([2.0, 0.0]), *times)
+
+    def gradient(adjoint):
+        return jax.value_and_grad(lambda x: many_steps(x, adjoint), has_aux=True)
+
+    axes = ((0, None, None, None, None),)
+    got = jax.jit(jax.vmap(gradient(CheckpointAdjoint()), axes))(x)
+    (_, stats), _ = got
+    assert min(stats["num_accepted_steps"]) < 31 and max(stats["num_accepted_steps"]) > 62
+    assert min(stats["num_rejected_steps"]) < max(stats["num_rejected_steps"])
+    want = jax.vmap(gradient(DirectAdjoint()), axes)(x)
+    for name in ("num_steps", "num_accepted_steps", "num_rejected_steps"):
+        assert jnp.all(stats[name] == want[0][1][name])
+    np.testing.assert_allclose(got[0][0], want[0][0], rtol=1e-9)
+    one = jax.jit(gradient(CheckpointAdjoint()))
+    for i in range(len(mu)):
+        alone = one((mu[i], *x[1:]))[1]
+        for g, w, a in zip(got[1], want[1], alone, strict=True):
+            # The step sizes of Diffrax's own loop differ by rounding, which stiffness amplifies.
+            np.testing.assert_allclose(g[i], w[i], rtol=1e-8, atol=1e-8 * np.abs(w[i]).max())
+            np.testing.assert_allclose(g[i], a, rtol=1e-8, atol=1e-8 * np.abs(a).max())
+
+
 @pytest.mark.parametrize(
     ("case", "snapshots"),
     [

@@ -101,12 +101,14 @@ class _Record(eqx.Module):
 
     `mesh` holds every accepted step without its state; `states` all the states, or the snapshots
     with `indices` their step numbers. With an unknown number of steps they are `stride` apart.
+    All the states of a small problem are written and read a `stretch` of steps at a time.
     """
 
     mesh: Step
     states: PyTree
     indices: Any
     stride: Any
+    stretch: int | None = eqx.field(static=True, default=None)
 
 
 def _recorded(solve: Solve, options: Options, room: _Room) -> tuple[March, _Record]:
@@ -116,23 +118,20 @@ def _recorded(solve: Solve, options: Options, room: _Room) -> tuple[March, _Reco
         jnp.int32(0),
     )  # fmt: skip
     bare, state = split(solve, options, example)
-    mesh = _tree.buffer(room.capacity, bare)
     slots = room.snapshots
     if slots is None:
-        start = _Record(mesh, _tree.buffer(room.capacity, state), None, None)
-    else:
-        number = number_of_steps(solve.controller, solve.controller_state)
-        indices = None
-        if number is not None:
-            number = jnp.minimum(number, room.capacity)
-            indices, _ = Schedule(room.capacity, slots).first_sweep(number)
-        start = _Record(mesh, _tree.buffer(slots, state), indices, jnp.int32(1))
+        return _all_recorded(solve, options, room.capacity, (bare, state))
+    mesh = _tree.buffer(room.capacity, bare)
+    number = number_of_steps(solve.controller, solve.controller_state)
+    indices = None
+    if number is not None:
+        number = jnp.minimum(number, room.capacity)
+        indices, _ = Schedule(room.capacity, slots).first_sweep(number)
+    start = _Record(mesh, _tree.buffer(slots, state), indices, jnp.int32(1))
 
     def keep(n, step: Step, record: _Record):
         bare, state = split(solve, options, step)
         mesh = _tree.write(record.mesh, n, bare)
-        if slots is None:
-            return _Record(mesh, _tree.write(record.states, n, state), None, None)
         states, stride = record.states, record.stride
         if record.indices is not None:
             hit = record.indices == n
@@ -157,6 +156,84 @@ def _recorded(solve: Solve, options: Options, room: _Room) -> tuple[March, _Reco
     return end, end.record
 
 
+# XLA on CPU runs the body of a loop in order, without a queue of ready operations and the threads
+# that it wakes, where no buffer in it takes more than this many bytes.
+_SMALL = 512
+
+
+def _stretch(capacity: int, entry: PyTree) -> int | None:
+    """How many steps a loop over small states makes between visits to the whole record.
+
+    None where the record is small itself, or a state is not.
+    """
+    size = max(x.size * x.dtype.itemsize for x in jtu.tree_leaves(entry))
+    # Backward, a stretch is read with the step before it.
+    length = _SMALL // size - 1
+    return length if length >= 8 and capacity * size > _SMALL else None
+
+
+def _all_recorded(solve: Solve, options: Options, capacity: int, entry) -> tuple[March, _Record]:
+    """The forward solve, every accepted step recorded with its state."""
+    length = _stretch(capacity, entry)
+
+    def keep(n, step: Step, record):
+        first, rows = record
+        return first, _tree.write(rows, n - first, split(solve, options, step))
+
+    if length is None:
+        record = (0, _tree.buffer(capacity, entry))
+        end = march(solve, options, capacity=capacity, keep=keep, record=record)
+        mesh, states = end.record[1]
+        return end, _Record(mesh, states, None, None)
+
+    def loop(more, body, start: March) -> March:
+        def stretch(m: March) -> March:
+            whole, first, until = m.record, m.accepted, m.num_steps + length
+            m = eqx.tree_at(lambda m: m.record, m, (first, _tree.buffer(length, entry)))
+            m = _tree.while_loop(lambda m: more(m) & (m.num_steps < until), body, m)
+            # Rows beyond the steps that were accepted are written over by the next stretch.
+            put = lambda x, part: lax.dynamic_update_slice_in_dim(x, part, first, 0)  # noqa: E731
+            return eqx.tree_at(lambda m: m.record, m, jtu.tree_map(put, whole, m.record[1]))
+
+        return _tree.while_loop(more, stretch, start)
+
+    record = _tree.buffer(capacity + length, entry)
+    end = march(solve, options, capacity=capacity, keep=keep, record=record, loop=loop)
+    mesh, states = end.record
+    return end, _Record(mesh, states, None, None, length)
+
+
+def _all_visited(record: _Record, count, pull_back, start):
+    """Pull back through the steps of `_all_recorded`, from the last to the first."""
+    length = record.stretch
+
+    def visit(last, number, rows, first, carry):
+        """Pull back through `number` steps before step `last`; row 0 is that of step `first`."""
+        mesh, states = rows
+
+        def entries(i):
+            return _tree.read(mesh, i - first)
+
+        def body(k, carry):
+            n = last - 1 - k
+            return pull_back(n, _tree.read(states, n - first), carry, entries)
+
+        return lax.fori_loop(0, number, body, carry)
+
+    rows = record.mesh, record.states
+    if length is None:
+        return visit(count, count, rows, 0, start)
+
+    def stretch(j, carry):
+        last = count - j * length
+        # One row more, of the step before.
+        first = jnp.maximum(last - length - 1, 0)
+        part = jtu.tree_map(lambda x: lax.dynamic_slice_in_dim(x, first, length + 1), rows)
+        return visit(last, jnp.minimum(last, length), part, first, carry)
+
+    return lax.fori_loop(0, (count + length - 1) // length, stretch, start)
+
+
 @eqx.filter_custom_vjp
 def _solve(inputs, *, options: Options, room: _Room):
     return leave(march(inputs[0], options, capacity=room.capacity))
@@ -177,12 +254,7 @@ def _solve_bwd(residuals, cotangents, perturbed, inputs, *, options, room):
 
     def visit(pull_back, start):
         if room.snapshots is None:
-
-            def body(k, carry):
-                n = count - 1 - k
-                return pull_back(n, _tree.read(record.states, n), carry)
-
-            return lax.fori_loop(0, count, body, start)
+            return _all_visited(record, count, pull_back, start)
 
         def advance(n, stored):
             step: Step = _tree.read(record.mesh, n)

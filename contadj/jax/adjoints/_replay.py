@@ -61,7 +61,8 @@ def sweep(
         Which leaves are being differentiated.
     visit : callable
         `visit(pull_back, start)` calls `carry = pull_back(n, state_n, carry)` from the last step
-        to the first and returns the carry.
+        to the first and returns the carry; `entries(i)` besides reads the record of step i, where
+        it is not to be read from `record`.
 
     Returns
     -------
@@ -135,9 +136,9 @@ def sweep(
     if stepper.carries:
         d_state = _tree.zeros(solve.solver_state)
 
-    def pull_back(n, stored, carry):
+    def pull_back(n, stored, carry, entries=lambda i: _tree.read(record, i)):
         sums, adjoint, d_state, mesh, d_saved, seen, at_end = carry
-        step: Step = _tree.read(record, n)
+        step: Step = entries(n)
         y, state = stored
         due = False
         if saving.steps:
@@ -188,7 +189,7 @@ def sweep(
         d_active, d_a, d_b, d_y, d_state = pull((adjoint, d_dense, d_state))
         sums = _tree.add(sums, d_active)
         if mesh is not None:
-            before: Step = _tree.read(record, jnp.maximum(n - 1, 0))
+            before: Step = entries(jnp.maximum(n - 1, 0))
             mesh = pull_step(solve, n, step, before, d_tprev + d_a, d_tnext + d_b, mesh)
         return sums, d_y, d_state, mesh, d_saved, step.ts_index, jnp.zeros_like(at_end)
 
