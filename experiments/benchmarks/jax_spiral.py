@@ -4,11 +4,11 @@ The neural ODE of the original paper, as in torch_speed.py: y' = net(y^3), 2-50-
 30 observations on [0, 1.5], Tsit5, rtol 1e-3, atol 1e-6; one gradient of the squared error to a
 damped spiral. A problem this small is all overhead, which is what is measured. Candidates take
 turns in one run; the ratio is that of their medians. A turn is 200 gradients in a row, as in
-training: one alone would mostly measure how the others emptied the processor's caches. The process
-is held to `--cores` cores, one by default: XLA wakes a second thread for operations this small, and
-the time that takes varies from process to process.
+training: one alone would mostly measure how the others emptied the processor's caches. XLA wakes
+a second thread for some operations of this size, which costs Diffrax's adjoints, not these: see
+both `--cores 1` and all cores, the default.
 
-    python experiments/benchmarks/jax_spiral.py [--turns 40] [--x64] [--cores 1]
+    python experiments/benchmarks/jax_spiral.py [--turns 40] [--x64] [--cores N]
 
 In float32, Diffrax's default, the error estimate of the first step is rounding, which moves the
 mesh and with it every gradient by less than the tolerance; in float64 the discrete gradients agree
@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--x64", action="store_true")
-    parser.add_argument("--cores", type=int, default=1)
+    parser.add_argument("--cores", type=int, help="cores to use, all by default")
     arguments = parser.parse_args()
     # XLA counts the cores when it starts, at the first operation.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.cores])
