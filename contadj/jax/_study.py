@@ -516,9 +516,12 @@ def gradient_function(
             sweep = _through_solve(_ADJOINTS[name](**settings))
         compiled = []
 
+    arrays_of_params, rest = eqx.partition(flat.params, eqx.is_array)
+
     def run(mesh, count, observed, pieces, y0, params):
-        problem = flat._replace(y0=y0, params=params)
-        return sweep(problem, step if stepped else solver, mesh, count, observed, pieces)
+        problem = flat._replace(y0=y0, params=eqx.combine(params, rest))
+        out = sweep(problem, step if stepped else solver, mesh, count, observed, pieces)
+        return out._replace(d_params=eqx.filter(out.d_params, eqx.is_inexact_array))
 
     def measure(num_steps: int) -> Measurement:
         if not 1 <= num_steps <= max_steps:
@@ -534,10 +537,12 @@ def gradient_function(
                 jnp.asarray(observed_pieces * num_steps),
                 jnp.arange(len(points), dtype=jnp.int32) * num_steps,
                 flat.y0,
-                flat.params,
+                arrays_of_params,
             )
             if not compiled:
-                compiled.append(eqx.filter_jit(run).lower(*arrays).compile())
+                # Not `eqx.filter_jit`, which keeps every program for as long as the process lives:
+                # some hundred memory maps each, of which Linux allows a process 65,530.
+                compiled.append(jax.jit(run).lower(*arrays).compile())
                 jax.block_until_ready(compiled[0](*arrays))
             start = time.perf_counter()
             out: _Sweeps = jax.block_until_ready(compiled[0](*arrays))
@@ -549,8 +554,7 @@ def gradient_function(
                 f"problem {problem.name!r}: the cost is not finite with {num_steps} steps; take "
                 "more of them, or find the step with `adjoint` DirectAdjoint"
             )
-        leaves = jtu.tree_leaves(eqx.filter(out.d_params, eqx.is_inexact_array))
-        d_params = [np.ravel(np.asarray(x, np.float64)) for x in leaves]
+        d_params = [np.ravel(np.asarray(x, np.float64)) for x in jtu.tree_leaves(out.d_params)]
         gradient = Gradient(
             float(out.cost),
             np.asarray(out.d_y0),

@@ -1,14 +1,9 @@
-"""Both frameworks in double precision, and JAX's compilation cache that outlives the run."""
+"""Both frameworks in double precision, PyTorch on one thread, JAX as `jax_session` sets it up."""
 
-import tempfile
-from pathlib import Path
-
-import jax
 import torch
+from jax_session import programs_let_go, start
+
+__all__ = ["programs_let_go"]
 
 torch.set_num_threads(1)
-jax.config.update("jax_enable_x64", True)
-jax.config.update(
-    "jax_compilation_cache_dir", str(Path(tempfile.gettempdir()) / "contadj-jax-cache")
-)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+start()

@@ -1,12 +1,7 @@
-"""float64 everywhere, and a compilation cache that outlives the run."""
+"""JAX as `jax_session` sets it up."""
 
-import tempfile
-from pathlib import Path
+from jax_session import programs_let_go, start
 
-import jax
+__all__ = ["programs_let_go"]
 
-jax.config.update("jax_enable_x64", True)
-jax.config.update(
-    "jax_compilation_cache_dir", str(Path(tempfile.gettempdir()) / "contadj-jax-cache")
-)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+start()

@@ -1,5 +1,6 @@
 """The study's gradients: orders of convergence, reference values, Taylor tests, wrong input."""
 
+import gc
 from functools import cache
 
 import jax
@@ -133,6 +134,22 @@ def test_the_discrete_adjoints_agree_to_rounding_on_every_mesh(adjoint):
     for n in (3, 16, 64):
         want = measured("mlp", "bosh3", "DirectAdjoint", n).gradient.vector
         np.testing.assert_allclose(run(n).gradient.vector, want, rtol=1e-12, atol=1e-13)
+
+
+def test_a_gradient_function_lets_its_program_go():
+    """Kept programs would end a study of some hundred gradients in a crash of XLA."""
+    client = jax.devices()[0].client
+    problem = builtin_problem("pend")
+    seen = []
+    for n in (5, 6, 7):
+        run = gradient_function(problem, method="heun2", adjoint="CheckpointAdjoint", max_steps=n)
+        run(n)
+        while_held = len(client.live_executables())
+        del run
+        gc.collect()
+        seen.append((while_held, len(client.live_executables())))
+    assert seen[2] == seen[1], "the number of programs grows"
+    assert seen[2][0] == seen[2][1] + 1, "the program of the gradient was not among those counted"
 
 
 def test_the_mlp_gradient_is_that_of_the_table():
