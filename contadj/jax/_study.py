@@ -411,9 +411,9 @@ _SWEEPS: dict[str, Callable[..., _Sweeps]] = {
 }
 
 
-def _peak_bytes(compiled: Any) -> int | None:
+def _peak_bytes(compiled: jax.stages.Compiled) -> int | None:
     """What XLA says that the function needs beside its arguments; None where it does not say."""
-    analysis = compiled.compiled.memory_analysis()
+    analysis = compiled.memory_analysis()
     if analysis is None:
         return None
     return analysis.temp_size_in_bytes + analysis.output_size_in_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import diffrax
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,7 +56,7 @@ def _compiled(name: str, method: str, adjoint: str):
         y1 = sol.ys[-1]
         return one.terminal_cost(y1, params), (y1, sol.stats["num_accepted_steps"])
 
-    return jax.jit(jax.grad(cost, has_aux=True))
+    return eqx.filter_jit(jax.grad(cost, has_aux=True))
 
 
 def solve(name: str, method: str, adjoint: str, tolerance: float) -> tuple[Array, Array, int]:
